@@ -1,0 +1,62 @@
+"""Every error that a user can cause, with a stable code and an exit status.
+
+A message is one line, names the offending thing, and says what to do. The command line prints
+``error[CODE]: message`` and exits with ``exit_status``; anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedBiCrossError(Exception):
+    """Base of all expected errors."""
+
+    exit_status = 1
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"error[{self.code}]: {self.args[0]}"
+
+
+class ConfigError(FedBiCrossError):
+    """A setting, name or option is unknown, of the wrong type, or out of range."""
+
+    exit_status = 2
+
+
+class DataError(FedBiCrossError):
+    """Images, labels or a download are missing, damaged or contradictory."""
+
+    exit_status = 3
+
+
+class RunError(FedBiCrossError):
+    """A run folder cannot be written, locked, or continued."""
+
+    exit_status = 4
+
+
+class UploadError(FedBiCrossError):
+    """A file from outside was refused."""
+
+    exit_status = 5
+
+
+class MethodError(FedBiCrossError):
+    """A method cannot work with what it was given."""
+
+    exit_status = 6
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'fedavg'?`` or, where nothing is close, the list of known names."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(options)}"

@@ -1,0 +1,44 @@
+"""The verbs, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fedbicross.cli import data, demo, listing, report, resume, run, validate
+
+app = typer.Typer(
+    name="fedbicross",
+    help="One-shot, personalised federated learning for medical images: one file out of each hospital, one file back.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from fedbicross import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    del version
+
+
+app.command("demo")(demo.demo)
+app.command("run")(run.run)
+app.command("resume")(resume.resume)
+app.command("report")(report.report)
+app.command("validate")(validate.validate)
+app.command("list")(listing.listing)
+app.add_typer(data.app, name="data")

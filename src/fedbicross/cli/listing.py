@@ -1,0 +1,67 @@
+"""`fedbicross list`: what there is to choose from."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fedbicross.data import DatasetInfo
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+    partitions = "partitions"
+
+
+def listing(
+    kind: Annotated[Kind, typer.Argument(help="methods, datasets, models or partitions")],
+    json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """List methods (with their variants), data sets, models or partitions."""
+    from fedbicross.cli.show import print_json
+
+    entries = _entries(kind)
+    if json:
+        print_json(entries)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in entries.items():
+        table.add_row(name, text)
+    Console().print(table, markup=False)
+
+
+def _entries(kind: Kind) -> dict[str, str]:
+    if kind is Kind.methods:
+        from fedbicross.methods import METHODS
+
+        out: dict[str, Any] = {}
+        for name, cls in METHODS.items():
+            out[name] = cls.summary
+            out |= {f"{name}:{variant}": cls.variant_notes.get(variant, "") for variant in cls.variants}
+        return out
+    if kind is Kind.models:
+        from fedbicross.models import MODELS
+
+        return {name: info.description for name, info in MODELS.items()}
+    from fedbicross.data import DATASETS, PARTITIONS
+
+    if kind is Kind.partitions:
+        return dict(PARTITIONS)
+    return {name: _data_words(info) for name, info in DATASETS.items()}
+
+
+def _data_words(info: DatasetInfo) -> str:
+    if info.refused:
+        return f"not usable: {info.refused}"
+    sizes = f"{', '.join(map(str, info.sizes))} px" if info.sizes else "drawn at any size, no download"
+    return f"{info.task}, {len(info.classes)} classes, {info.channels} channel(s), {sizes}, {info.licence}"

@@ -1,0 +1,25 @@
+"""`fedbicross validate`: check a configuration before a minute of work, without loading torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(help="a TOML file")],
+    assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="check with the quick settings")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the resolved configuration as JSON")] = False,
+) -> None:
+    """Check a configuration and print it fully resolved."""
+    from fedbicross.cli.show import print_json
+    from fedbicross.runs.config import as_toml, load_config
+
+    loaded = load_config(config, None, assign or [], quick)
+    if json:
+        print_json(loaded.model_dump())
+    else:
+        print(as_toml(loaded))

@@ -1,0 +1,319 @@
+"""What surrounds a method while it works: the task, named random streams, storage, records and progress."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fedbicross import seeds
+from fedbicross.bundle.format import canonical_json
+from fedbicross.engine.recipe import Training
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from fedbicross.engine.train import Trained
+    from fedbicross.federation import Client
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all sites agreed on before anyone trained."""
+
+    classes: tuple[str, ...]
+    image_size: int
+    channels: int
+    model: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The task as it stands in a manifest."""
+        return {
+            "classes": list(self.classes),
+            "image_size": self.image_size,
+            "channels": self.channels,
+            "model": self.model,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Task:
+        """Read back ``as_json``."""
+        return cls(tuple(value["classes"]), value["image_size"], value["channels"], value["model"])
+
+
+class Store(Protocol):
+    """Named bytes that survive a kill; a name is a relative path."""
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        ...
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes, all or nothing."""
+        ...
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder."""
+        ...
+
+
+class MemoryStore:
+    """A store that lives as long as the process."""
+
+    def __init__(self) -> None:
+        self._content: dict[bytes, bytes] = {}  # equal bytes are kept once
+        self._names: dict[str, bytes] = {}
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        digest = self._names.get(name)
+        return None if digest is None else self._content[digest]
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        return len(self.load(name) or b"")
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes."""
+        digest = hashlib.sha256(data).digest()
+        self._content.setdefault(digest, data)
+        self._names[name] = digest
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder, and what nothing names any more."""
+        for name in [n for n in self._names if n == prefix or n.startswith(prefix.rstrip("/") + "/")]:
+            del self._names[name]
+        used = set(self._names.values())
+        self._content = {digest: data for digest, data in self._content.items() if digest in used}
+
+
+class Progress(Protocol):
+    """Tells a person how far the work is."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work; the function returned takes (done so far, a short note)."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+        ...
+
+
+class Silent:
+    """Progress for tests and libraries."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Ignore the work."""
+        del label, total
+        return lambda done, note: None
+
+    def say(self, message: str) -> None:
+        """Ignore the line."""
+        del message
+
+
+@dataclass
+class Record:
+    """What one call of a verb leaves behind for the report: costs, warnings, diagnosis. JSON only, no clock times."""
+
+    flops: int = 0
+    warnings: list[str] = field(default_factory=list)
+    diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
+    local_models: list[str] = field(default_factory=list)  # keys of the client models used
+
+    def warn(self, message: str) -> None:
+        """Say in words what went wrong and which setting to change."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+    def add(self, kind: str, title: str, value: Any) -> None:
+        """Add to the diagnosis: kind is scalars, curves, heatmaps, heatmaps_over_time, tables or image_strips."""
+        self.diagnosis.setdefault(kind, {})[title] = value
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as plain JSON."""
+        return dict(vars(self))
+
+
+def _no_event(**fields: Any) -> None:
+    del fields
+
+
+@dataclass
+class Context:
+    """Handed to every verb of a method. Holds no data of any client."""
+
+    task: Task
+    training: Training = field(default_factory=lambda: Training(recipe="paper"))
+    seed: int = 0
+    device: str = "cpu"
+    precision: str = "fp32"
+    scope: str = "seed-0/method"  # where this method's files live in the store
+    store: Store = field(default_factory=MemoryStore)
+    progress: Progress = field(default_factory=Silent)
+    record: Record = field(default_factory=Record)
+    event: Callable[..., None] = _no_event
+    training_seconds: float = 0.0  # spent in local_model(), which methods share, so that no method is charged alone
+
+    def rng(self, *names: str) -> np.random.Generator:
+        """A NumPy stream for a named purpose."""
+        return seeds.numpy_rng(self.seed, *names)
+
+    def torch_rng(self, *names: str, device: str = "cpu") -> torch.Generator:
+        """A torch stream for a named purpose."""
+        return seeds.torch_rng(self.seed, *names, device=device)
+
+    @contextmanager
+    def measured(self, verb: str, name: str) -> Iterator[None]:
+        """One call of a verb: a fresh record, kept when it succeeds, and its time, less the shared local training."""
+        outer, self.record = self.record, Record()
+        began, trained = time.perf_counter(), self.training_seconds
+        try:
+            yield
+            self.store.save(f"records/{verb}/{name}.json", canonical_json(self.record.as_json()).encode())
+            seconds = time.perf_counter() - began - (self.training_seconds - trained)
+            self.event(event=verb, scope=self.scope, name=name, seconds=max(seconds, 0.0))
+        finally:
+            self.record = outer
+
+    # --- checkpoints of named stages -----------------------------------------------------------------
+
+    def load_stage(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What ``save_stage`` kept under this name, or None."""
+        from fedbicross.bundle import unpack
+
+        data = self.store.load(self._stage(name))
+        return None if data is None else unpack(data, "stage")
+
+    def save_stage(self, name: str, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+        """Checkpoint a stage, so that a killed run goes on from here."""
+        from fedbicross.bundle import pack
+
+        self.store.save(self._stage(name), pack("stage", tensors, info))
+
+    def drop_stages(self) -> None:
+        """Forget this method's checkpoints."""
+        self.store.drop(f"stages/{self.scope}")
+
+    def _stage(self, name: str) -> str:
+        return f"stages/{self.scope}/{name}.safetensors"
+
+    # --- client models, trained once and shared by all methods ---------------------------------------
+
+    def local_model(self, client: Client) -> Trained:
+        """The client's own network by the run's recipe: trained on first use, then shared by content."""
+        from fedbicross import models
+        from fedbicross.engine.train import Trained, train
+
+        key = self.local_model_key(client)
+        name = f"client_models/{key}.safetensors"
+        if key not in self.record.local_models:
+            self.record.local_models.append(key)
+        began = time.perf_counter()
+        data = self.store.load(name)
+        if data is None:
+            seed = self._training_seed
+            stream = ("init",) if self.training.init == "shared" else ("init", client.name)
+            model = self.new_model(seeds.torch_rng(seed, *stream))
+            update = self.progress.start(f"training {client.label}", self.training.epochs)
+            trained = train(
+                model,
+                self.task.model,
+                client.images,
+                client.labels,
+                client.patients,
+                self.training,
+                seed=seed,
+                stream=("training", client.name),
+                forward_flops=models.forward_flops(*self.architecture),
+                device=self.device,
+                precision=self.precision,
+                store=self.store,
+                checkpoint=f"stages/training/{key}.safetensors",
+                on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
+            )
+            data = trained.pack()
+            self.store.save(name, data)
+            self.event(event="trained", key=key, client=client.name, seconds=time.perf_counter() - began)
+        result = Trained.unpack(data)
+        self.training_seconds += time.perf_counter() - began
+        self.record.flops += result.flops
+        return result
+
+    def train_further(
+        self,
+        client: Client,
+        start: Mapping[str, Tensor] | None,
+        *,
+        epochs: int,
+        first_epoch: int,
+        total_epochs: int,
+    ) -> dict[str, Tensor]:
+        """A short visit of training from ``start`` (none: the shared initialisation); the last epoch's weights."""
+        from fedbicross import models
+        from fedbicross.engine.train import train
+
+        model = self.new_model(seeds.torch_rng(self._training_seed, "init"))
+        if start is not None:
+            model.load_state_dict(dict(start))
+        trained = train(
+            model,
+            self.task.model,
+            client.images,
+            client.labels,
+            client.patients,
+            self.training.model_copy(update={"select": "last"}),
+            seed=self._training_seed,
+            stream=("training", client.name),
+            forward_flops=models.forward_flops(*self.architecture),
+            device=self.device,
+            precision=self.precision,
+            epochs=epochs,
+            first_epoch=first_epoch,
+            total_epochs=total_epochs,
+        )
+        self.record.flops += trained.flops
+        return trained.state
+
+    def local_model_key(self, client: Client) -> str:
+        """Content address: the same data, recipe, architecture and seed give the same network."""
+        parts = {
+            "client": client.name,
+            "data": client.digest,
+            "task": self.task.as_json(),
+            "training": self.training.model_dump(),
+            "seed": self._training_seed,
+            "precision": f"{self.device}-{self.precision}",
+        }
+        return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+    def new_model(self, rng: torch.Generator) -> torch.nn.Module:
+        """A freshly initialised network of the task's architecture."""
+        from fedbicross import models
+
+        model = models.build(*self.architecture)
+        models.initialise(model, rng)
+        return model
+
+    @property
+    def architecture(self) -> tuple[str, int, int, int]:
+        """Arguments of ``models.build`` for this task."""
+        return self.task.model, self.task.channels, len(self.task.classes), self.task.image_size
+
+    @property
+    def _training_seed(self) -> int:
+        return self.seed if self.training.seed is None else self.training.seed
+
+
+def _epoch_note(entry: Mapping[str, Any]) -> str:
+    accuracy = entry.get("val_accuracy")
+    return f"loss {entry['train_loss']:.3f}" + ("" if accuracy is None else f", validation {accuracy:.1%}")

@@ -1,0 +1,241 @@
+"""N frozen client models behind one interface: logits, BN matching, batch-statistics and adapted teachers.
+
+This is the plain reference path. Every `nn.BatchNorm2d` of a private copy of each model is replaced by a layer that can
+normalise with the stored, the current batch's, or given statistics, and can report what it saw; no forward hooks, so a
+compiled or graph-captured path can later sit behind the same interface.
+
+Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
+`Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbicross.errors import MethodError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+LayerStatistics = dict[str, tuple[Tensor, Tensor]]
+"""BN layer name → (mean, biased variance), each of shape [channels]."""
+
+Statistics = list[LayerStatistics]
+"""One `LayerStatistics` for each client; empty for a client without BN."""
+
+_Mode = Literal["stored", "match", "batch", "measure", "given"]
+
+
+class _Pass:
+    """What the BN layers of one client do during the current forward pass, and what they saw."""
+
+    def __init__(self) -> None:
+        self.mode: _Mode = "stored"
+        self.seen: list[tuple[str, Tensor, Tensor]] = []
+        self.given: LayerStatistics = {}
+
+
+class _Norm(nn.Module):
+    """A frozen `nn.BatchNorm2d` whose statistics can be chosen for each forward pass."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, source: nn.BatchNorm2d, name: str, current: _Pass) -> None:
+        super().__init__()
+        self.name, self.eps, self.current = name, source.eps, current
+        self.weight, self.bias = source.weight, source.bias
+        self.register_buffer("running_mean", source.running_mean)
+        self.register_buffer("running_var", source.running_var)
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = self.current
+        if current.mode == "batch":
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        mean, var = self.running_mean, self.running_var
+        if current.mode in ("match", "measure"):
+            seen_mean, seen_var = _batch_statistics(x)
+            current.seen.append((self.name, seen_mean, seen_var))
+            if current.mode == "measure":
+                mean, var = seen_mean, seen_var
+        elif current.mode == "given":
+            mean, var = current.given[self.name]
+        return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class Ensemble:
+    """Private frozen copies of the clients' models, which may differ in architecture but not in classes.
+
+    Gradients flow to the input only, and only where the caller asks for them (`x.requires_grad`). BN layers that keep
+    no running statistics, and BatchNorm1d/3d, stay in eval mode and take no part in matching or adaptation.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        if not models:
+            raise MethodError("no_clients", "an ensemble needs at least one model")
+        self._clients = [_private_copy(model) for model in models]
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @property
+    def has_batchnorm(self) -> list[bool]:
+        """For each client, whether it has BN layers with stored statistics."""
+        return [bool(_norms(model)) for model, _ in self._clients]
+
+    def subset(self, indices: Sequence[int]) -> Ensemble:
+        """The ensemble of these clients, in this order, sharing the frozen copies: F_k of a cluster costs nothing."""
+        if not indices:
+            raise MethodError("no_clients", "an ensemble needs at least one model")
+        chosen = object.__new__(Ensemble)
+        chosen._clients = [self._clients[i] for i in indices]
+        return chosen
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[N,B,C] with the stored BN statistics (the original teachers)."""
+        return self._stack(lambda model, _: model(x))
+
+    def batch_logits(self, x: Tensor) -> Tensor:
+        """[N,B,C], each BN layer normalising with the statistics of this batch; nothing stored changes.
+
+        So does the noise-adapted teacher of the authors' released code (a copy left in train mode).
+        """
+        return self._stack(_in_mode("batch", x))
+
+    def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
+        """[N,B,C], each BN layer normalising with the given statistics (the noise-adapted teachers of Eq. 3)."""
+        given = iter(statistics)
+
+        def run(model: nn.Module, current: _Pass) -> Tensor:
+            with _forward(current, "given", next(given)):
+                output: Tensor = model(x)
+            return output
+
+        return self._stack(run)
+
+    def logits_and_bn_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N,B,C] and [N]: the BN term of each client, Σ_layers ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂ (FedISCA, below Eq. 1).
+
+        μ(x) and σ²(x) (biased) are those of each layer's input while the network normalises with its stored statistics.
+        A client without BN has the term 0.
+        """
+        losses: list[Tensor] = []
+
+        def run(model: nn.Module, current: _Pass) -> Tensor:
+            with _forward(current, "match"):
+                output: Tensor = model(x)
+            losses.append(_matching_loss(_norms(model), current, output))
+            return output
+
+        return self._stack(run), torch.stack(losses)
+
+    def initial_statistics(self) -> Statistics:
+        """The stored statistics, from which Eq. 3 starts; copies, so that updating them changes no model."""
+        return [
+            {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in _norms(model).items()}
+            for model, _ in self._clients
+        ]
+
+    @torch.no_grad()
+    def update_statistics(self, statistics: Statistics, x: Tensor, momentum: float) -> Statistics:
+        """One step of Eq. 3: μ̃ ← β μ̃ + (1−β) μ(x), and the same for σ̃²; returns new statistics.
+
+        Each layer normalises with the statistics of this batch, so deeper layers are measured on batch-normalised
+        inputs, as in train mode and in the authors' pass. σ² is the biased variance, as the equation writes it; the
+        running variance that torch itself would keep is the unbiased one.
+        """
+        updated: Statistics = []
+        for (model, current), old in zip(self._clients, statistics, strict=True):
+            with _forward(current, "measure"):
+                model(x)
+            new = dict(old)
+            for name, mean, var in current.seen:
+                old_mean, old_var = new[name]
+                new[name] = (
+                    momentum * old_mean + (1 - momentum) * mean.to(old_mean.dtype),
+                    momentum * old_var + (1 - momentum) * var.to(old_var.dtype),
+                )
+            updated.append(new)
+        return updated
+
+    def _stack(self, run: Callable[[nn.Module, _Pass], Tensor]) -> Tensor:
+        outputs = [run(model, current) for model, current in self._clients]
+        classes = {output.shape[-1] for output in outputs}
+        if len(classes) > 1:
+            raise MethodError("class_mismatch", f"client models have different numbers of classes: {sorted(classes)}")
+        return torch.stack(outputs)
+
+
+def statistics_to_tensors(statistics: Statistics) -> dict[str, Tensor]:
+    """A flat dict for checkpoints: ``clients`` (how many) and ``<client>/<layer>/mean|var``."""
+    tensors = {"clients": torch.tensor(len(statistics))}
+    for client, layers in enumerate(statistics):
+        for layer, (mean, var) in layers.items():
+            tensors[f"{client}/{layer}/mean"], tensors[f"{client}/{layer}/var"] = mean, var
+    return tensors
+
+
+def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
+    """The inverse of `statistics_to_tensors`."""
+    statistics: Statistics = [{} for _ in range(int(tensors["clients"]))]
+    for key, mean in tensors.items():
+        if key.endswith("/mean"):
+            client, layer = key.removesuffix("/mean").split("/", 1)
+            statistics[int(client)][layer] = (mean, tensors[f"{client}/{layer}/var"])
+    return statistics
+
+
+def _batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    # Half-precision activations: the sums over batch and space need more bits than they have.
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    var, mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
+    return mean, var
+
+
+def _matching_loss(norms: Mapping[str, _Norm], current: _Pass, output: Tensor) -> Tensor:
+    terms = [
+        torch.linalg.vector_norm(mean - norms[name].running_mean)
+        + torch.linalg.vector_norm(var - norms[name].running_var)
+        for name, mean, var in current.seen
+    ]
+    return torch.stack(terms).sum() if terms else output.new_zeros(())
+
+
+@contextmanager
+def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) -> Iterator[None]:
+    current.mode, current.seen, current.given = mode, [], given or {}
+    try:
+        yield
+    finally:
+        current.mode = "stored"
+
+
+def _in_mode(mode: _Mode, x: Tensor) -> Callable[[nn.Module, _Pass], Tensor]:
+    def run(model: nn.Module, current: _Pass) -> Tensor:
+        with _forward(current, mode):
+            output: Tensor = model(x)
+        return output
+
+    return run
+
+
+def _private_copy(model: nn.Module) -> tuple[nn.Module, _Pass]:
+    current = _Pass()
+    private = copy.deepcopy(model).eval().requires_grad_(False)
+    replaced: dict[nn.Module, _Norm] = {}  # a layer used in two places stays one layer, under its first name
+    for name, module in list(private.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+            parent, _, attribute = name.rpartition(".")
+            norm = replaced.setdefault(module, _Norm(module, name, current))
+            setattr(private.get_submodule(parent), attribute, norm)
+    return private, current
+
+
+def _norms(model: nn.Module) -> dict[str, _Norm]:
+    return {module.name: module for module in model.modules() if isinstance(module, _Norm)}

@@ -1,0 +1,49 @@
+"""How a client trains: the papers' recipe and a modern one. Torch-free, so that configs validate fast."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fedbicross.settings import Settings
+
+# FedISCA's recipe (paper: optimiser, rate, batch, epochs; released code: the rest), which FedBiCross reuses.
+_PAPER: dict[str, Any] = {"lr": 1e-3, "schedule": "step", "augment": False}
+_MODERN: dict[str, Any] = {"lr": 1e-2, "schedule": "cosine", "augment": True}
+RECIPES = {"paper": _PAPER, "modern": _MODERN}
+
+
+class Training(Settings):
+    """Local training of one client. Values not given are taken from ``recipe``."""
+
+    recipe: Literal["paper", "modern"] = Field("paper", description="preset for lr, schedule and augment")
+    epochs: int = Field(100, ge=1, le=100_000, description="passes over the local training images (paper: 100)")
+    batch_size: int = Field(128, ge=2, le=65_536, description="images per step (paper: 128)")
+    lr: float = Field(1e-3, gt=0, le=10, description="SGD learning rate (paper: 1e-3, modern: 1e-2)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum (authors' code: 0.9)")
+    weight_decay: float = Field(5e-4, ge=0, le=1, description="L2 weight decay (authors' code: 5e-4)")
+    schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 50 % and 75 %")
+    augment: bool = Field(False, description="random quarter turns and mirror images (paper: none)")
+    validation: float = Field(0.1, ge=0, lt=1, description="share kept for local validation (authors' code: 0.1)")
+    select: Literal["best", "last"] = Field("best", description="uploaded epoch: best on local validation, or last")
+    init: Literal["shared", "independent"] = Field("shared", description="do clients start from the same weights?")
+    seed: int | None = Field(None, description="seed of initialisation and batches; none: the run's seed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_recipe(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            preset = RECIPES.get(values.get("recipe", "paper"), {})
+            return {**preset, **values}
+        return values
+
+    def rate(self, epoch: int, epochs: int | None = None) -> float:
+        """Learning rate of ``epoch`` (from 0) out of ``epochs``."""
+        progress = epoch / (epochs or self.epochs)
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        if self.schedule == "step":
+            return self.lr * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
+        return self.lr

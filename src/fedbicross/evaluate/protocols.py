@@ -1,0 +1,82 @@
+"""Three honest readings of one pass over the test set.
+
+global: every test image. matched: the images dealt to this client in its training proportions, its own patients
+(the headline). label_set: all test images of the classes it has training data of (what some papers report).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fedbicross.evaluate import METRICS, PROTOCOLS, metrics
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PROTOCOLS", "TestSet", "score_client", "subsets"]
+
+_FUNCTIONS = {
+    "accuracy": metrics.accuracy,
+    "balanced_accuracy": metrics.balanced_accuracy,
+    "macro_auc": metrics.macro_auc,
+    "macro_f1": metrics.macro_f1,
+    "ece": metrics.expected_calibration_error,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TestSet:
+    """Labels [n] of the test images and, for each, the index of the client it is dealt to (-1: nobody)."""
+
+    __test__: ClassVar[bool] = False  # pytest collects classes by this name
+
+    labels: NDArray[np.integer]
+    owner: NDArray[np.integer]
+
+    def __post_init__(self) -> None:
+        if self.labels.ndim != 1 or self.labels.shape != self.owner.shape:
+            raise ValueError(f"labels {self.labels.shape} and owner {self.owner.shape} must both be [n]")
+
+
+def subsets(test: TestSet, client_index: int, class_counts: NDArray[np.integer]) -> dict[str, NDArray[np.bool_]]:
+    """A mask [n] for each protocol; ``class_counts`` [C] are the client's training images a class."""
+    if client_index < 0:
+        raise ValueError(f"client_index must not be negative (-1 marks images of nobody), got {client_index}")
+    return {
+        "global": np.ones(test.labels.shape, dtype=bool),
+        "matched": test.owner == client_index,
+        "label_set": (np.asarray(class_counts) > 0)[test.labels],
+    }
+
+
+def score_client(
+    probs: NDArray[np.floating], test: TestSet, client_index: int, class_counts: NDArray[np.integer]
+) -> dict[str, Any]:
+    """Every metric under every protocol, ready for JSON; the caller adds the key ``client``.
+
+    ``{metric: {protocol: float | None}, "accuracy_interval": {protocol: [low, high] | None},
+    "test_images": {protocol: int}, "confusion": {protocol: C×C counts | None}}``
+    """
+    if len(class_counts) != probs.shape[-1]:
+        raise ValueError(f"{len(class_counts)} class counts for predictions of {probs.shape[-1]} classes")
+    metrics.check_predictions(probs, test.labels)
+    masks = subsets(test, client_index, class_counts)
+    parts = {protocol: (probs[masks[protocol]], test.labels[masks[protocol]]) for protocol in PROTOCOLS}
+    counts = {protocol: metrics.confusion(*part) for protocol, part in parts.items()}
+    scores: dict[str, Any] = {
+        name: {protocol: _FUNCTIONS[name](*part) for protocol, part in parts.items()} for name in METRICS
+    }
+    scores["accuracy_interval"] = {protocol: _interval(count) for protocol, count in counts.items()}
+    scores["test_images"] = {protocol: int(masks[protocol].sum()) for protocol in PROTOCOLS}
+    scores["confusion"] = {protocol: None if c is None else c.tolist() for protocol, c in counts.items()}
+    return scores
+
+
+def _interval(counts: NDArray[np.integer] | None) -> list[float] | None:
+    if counts is None:
+        return None
+    interval = metrics.wilson_interval(int(np.trace(counts)), int(counts.sum()))
+    return None if interval is None else list(interval)

@@ -1,0 +1,124 @@
+"""From scores of clients to a row of the table, and from rows of several seeds to mean ± sd."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fedbicross.evaluate import METRICS, PROTOCOLS
+
+Scores = Mapping[str, Any]
+
+
+def summarise(
+    client_scores: Sequence[Scores], num_samples: Sequence[int], local_only: Sequence[Scores] | None
+) -> dict[str, Any]:
+    """One method under one seed: means over clients, the worst client, and whom the method harms.
+
+    ``client_scores`` come from ``score_client`` plus the key ``client`` (name); ``num_samples`` are the training images
+    of each, in the same order; ``local_only`` are the scores of the clients' own models, matched by name.
+    """
+    if len(client_scores) != len(num_samples):
+        raise ValueError(f"{len(client_scores)} clients but {len(num_samples)} sample counts")
+    own = None if local_only is None else _by_name(local_only)
+    clients = [_against_local(scores, own) for scores in client_scores]
+    harmed = [client["harmed"] for client in clients]
+    gains = [client["gain_over_local"]["matched"] for client in clients]
+    return {
+        **{
+            metric: {protocol: _mean(client[metric][protocol] for client in clients) for protocol in PROTOCOLS}
+            for metric in METRICS
+        },
+        "accuracy_weighted": {
+            protocol: _weighted_mean([client["accuracy"][protocol] for client in clients], num_samples)
+            for protocol in PROTOCOLS
+        },
+        "worst_client": {protocol: _worst(clients, protocol) for protocol in PROTOCOLS},
+        "harmed_clients": None if own is None else sum(h is True for h in harmed),
+        "helped_clients": None if own is None else sum(gain is not None and gain > 0 for gain in gains),
+        "clients": clients,
+    }
+
+
+def across_seeds(rows: Sequence[Scores]) -> list[dict[str, Any]]:
+    """One row a method, in the order of first appearance: every number becomes ``{"mean", "sd", "n"}`` over seeds.
+
+    Nested fields keep their shape; text and lists (such as the clients) are left out. ``sd`` has n - 1 below the
+    line and is None for one seed; ``n`` counts the seeds where the number was defined.
+    """
+    groups: dict[str, list[Scores]] = {}
+    for row in rows:
+        groups.setdefault(row["method"], []).append(row)
+    return [_merge_seeds(method, group) for method, group in groups.items()]
+
+
+def _merge_seeds(method: str, rows: Sequence[Scores]) -> dict[str, Any]:
+    seeds = [row["seed"] for row in rows]
+    if len(set(seeds)) != len(seeds):  # the same seed twice is one observation, and would shrink the sd
+        raise ValueError(f"method {method!r} has rows with the same seed: {seeds}")
+    return {"method": method, "seeds": seeds, **_merge_fields(rows, leave_out=("method", "seed"))}
+
+
+def _merge_fields(rows: Sequence[Scores], leave_out: Sequence[str] = ()) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for field in dict.fromkeys(field for row in rows for field in row):
+        values = [row[field] for row in rows if row.get(field) is not None]
+        if field in leave_out:
+            continue
+        if values and all(isinstance(value, Mapping) for value in values):
+            merged[field] = _merge_fields(values)
+        elif all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            merged[field] = _statistics(values)
+    return merged
+
+
+def _statistics(values: Sequence[float]) -> dict[str, Any]:
+    return {
+        "mean": _mean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "n": len(values),
+    }
+
+
+def _by_name(scores: Sequence[Scores]) -> dict[str, Scores]:
+    return {score["client"]: score for score in scores}
+
+
+def _against_local(scores: Scores, own: Mapping[str, Scores] | None) -> dict[str, Any]:
+    """The client's scores with its gain over its own model; None where either side is undefined."""
+    if own is not None and scores["client"] not in own:
+        raise ValueError(f"no local-only scores of client {scores['client']!r}")
+    gain = {
+        protocol: None
+        if own is None
+        else _difference(scores["accuracy"][protocol], own[scores["client"]]["accuracy"][protocol])
+        for protocol in PROTOCOLS
+    }
+    # Strictly lower on its own patients. Both accuracies are k/n of the same n, so equal counts compare equal.
+    harmed = None if gain["matched"] is None else gain["matched"] < 0
+    return {**scores, "gain_over_local": gain, "harmed": harmed}
+
+
+def _difference(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours - theirs
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return statistics.fmean(defined) if defined else None
+
+
+def _weighted_mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    defined = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum(weight for _, weight in defined)
+    return sum(value * weight for value, weight in defined) / total if total else None
+
+
+def _worst(clients: Sequence[Scores], protocol: str) -> dict[str, Any]:
+    """The first of the clients with the lowest accuracy."""
+    defined = [client for client in clients if client["accuracy"][protocol] is not None]
+    if not defined:
+        return {"accuracy": None, "client": None}
+    worst = min(defined, key=lambda client: float(client["accuracy"][protocol]))
+    return {"accuracy": worst["accuracy"][protocol], "client": worst["client"]}

@@ -1,0 +1,360 @@
+"""The pipeline on one page.
+
+::
+
+     at the client              at the server                at the client
+     local data --upload()--> Upload --fuse()--> Reply --personalize()--> Predictor
+
+Every method is these three functions. What leaves a hospital is exactly what ``upload()`` returns. Server code
+is handed uploads only; nothing that ``fuse`` can reach imports ``fedbicross.data`` (a test walks the imports).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+from fedbicross.bundle import pack, unpack
+from fedbicross.context import Context, Task
+from fedbicross.errors import MethodError
+from fedbicross.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """One hospital: a name and images that never leave it."""
+
+    name: str
+    images: np.ndarray  # uint8 [n,H,W,C]
+    labels: np.ndarray  # int64 [n]
+    patients: np.ndarray | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the images, labels and patients."""
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(self.images.tobytes())
+        digest.update(self.labels.astype("int64").tobytes())
+        if self.patients is not None:
+            digest.update("\0".join(map(str, self.patients)).encode())
+        return digest.hexdigest()
+
+    def class_counts(self, classes: int) -> list[int]:
+        """How many images of each class."""
+        return [int((self.labels == c).sum()) for c in range(classes)]
+
+    @property
+    def label(self) -> str:
+        """The name, short enough for a terminal line."""
+        return self.name if len(self.name) <= 32 else self.name[:29] + "..."
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The one file that leaves a hospital."""
+
+    client: str
+    task: Task
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    class_counts: Sequence[int] | None = None
+    num_samples: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """The bytes that leave."""
+        info = {
+            "client": self.client,
+            "task": self.task.as_json(),
+            "class_counts": None if self.class_counts is None else list(self.class_counts),
+            "num_samples": self.num_samples,
+            "extra": dict(self.extra),
+        }
+        return pack("upload", self.tensors, info)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Upload:
+        """Read an upload back."""
+        tensors, info = unpack(data, "upload")
+        task = Task.from_json(info["task"])
+        return cls(info["client"], task, tensors, info["class_counts"], info["num_samples"], info["extra"])
+
+    @property
+    def empty(self) -> bool:
+        """Nothing left the hospital."""
+        return not self.tensors and self.class_counts is None and self.num_samples is None and not self.extra
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The one file that comes back. Several clients may get the same."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """The bytes that come back."""
+        return pack("reply", self.tensors, self.info)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Reply:
+        """Read a reply back."""
+        return cls(*unpack(data, "reply"))
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was sent back."""
+        return not self.tensors and not self.info
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What a hospital ends with: one network, several and a rule to combine them, or a constant answer."""
+
+    task: Task
+    architectures: tuple[str, ...] = ()
+    states: tuple[dict[str, Tensor], ...] = ()
+    combine: Literal["mean_logits", "mean_probs", "class_weighted"] = "mean_logits"
+    class_weights: Tensor | None = None  # [networks, classes], for class_weighted
+    constant: Tensor | None = None  # [classes]
+
+    def probabilities(self, images: np.ndarray, device: str = "cpu", precision: str = "fp32") -> np.ndarray:
+        """Class probabilities [n,C] for uint8 images [n,H,W,C]."""
+        from fedbicross.engine import predict
+
+        return predict.probabilities(self, images, device, precision)
+
+    def pack(self) -> bytes:
+        """The bytes of the final model."""
+        tensors = pack_states(self.states)
+        tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
+        tensors |= {} if self.constant is None else {"constant": self.constant}
+        info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
+        return pack("predictor", tensors, info)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Predictor:
+        """Read a final model back."""
+        tensors, info = unpack(data, "predictor")
+        architectures = tuple(info["architectures"])
+        states = unpack_states(tensors, len(architectures))
+        task = Task.from_json(info["task"])
+        weights, constant = tensors.get("class_weights"), tensors.get("constant")
+        return cls(task, architectures, tuple(states), info["combine"], weights, constant)
+
+
+def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Several state dicts as one flat dict: ``model.0.conv.weight`` and so on."""
+    return {f"model.{i}.{name}": value for i, state in enumerate(states) for name, value in state.items()}
+
+
+def unpack_states(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """The inverse of ``pack_states``."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for full, value in tensors.items():
+        prefix, _, rest = full.partition(".")
+        if prefix == "model":
+            index, _, name = rest.partition(".")
+            states[int(index)][name] = value
+    return states
+
+
+class MethodConfig(Settings):
+    """Base of every method's settings."""
+
+
+T = TypeVar("T")
+ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+
+
+class Method(ABC, Generic[ConfigT]):
+    """The three verbs, and what a reader should know of a method before running it."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # named presets of Config: "name:variant"
+    variant_notes: ClassVar[Mapping[str, str]] = {}
+    quick: ClassVar[Mapping[str, Any]] = {}  # settings that finish in minutes on two cores
+    role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "method"
+    pools_data: ClassVar[bool] = False  # an upper bound that no federation could run
+    personal: ClassVar[bool] = True  # False: personalize() ignores the client, so that equal replies share one model
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What every upload must hold: weights, bn_stats, class_counts, num_samples. Checked before any work."""
+        return frozenset()
+
+    @property
+    def rounds(self) -> int:
+        """How often the three verbs go round; 1 is one-shot."""
+        return 1
+
+    @property
+    @abstractmethod
+    def leaves(self) -> str:
+        """What leaves the hospital, in one sentence."""
+
+    @abstractmethod
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """At the client: train, and return what leaves. ``previous`` is the last round's reply, if any."""
+
+    @abstractmethod
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """At the server: one reply per upload, in the same order."""
+
+    @abstractmethod
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """At the client: the model that it will use."""
+
+
+def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:
+    """Refuse, before any server work, uploads that lack what the method declared to need."""
+    for upload in uploads:
+        statistics = any(name.endswith("running_var") for name in upload.tensors)
+        has = {
+            "weights": bool(upload.tensors),
+            "bn_stats": statistics,
+            "class_counts": upload.class_counts is not None,
+            "num_samples": upload.num_samples is not None,
+        }
+        for need in sorted(method.needs):
+            if not has[need]:
+                raise MethodError(f"needs_{need}", f"{method.name} needs {need}, which {upload.client!r} did not send")
+
+
+def simulate(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
+    """Run a whole federation on this machine, through the bytes that would travel; one predictor per client.
+
+    Every step is kept in ``ctx.store`` under its name, so that a second call goes on where a killed one stopped.
+    """
+    clients = in_order(clients)
+    if method.pools_data:
+        return _simulate_pooled(method, clients, ctx)
+    replies: list[Reply] = []
+    models: list[bytes] = []
+    for number in range(1, method.rounds + 1):
+        folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{number:03d}"
+        uploads = [
+            Upload.unpack(_step(ctx, "upload", folder, client, partial(method.upload, client, ctx, previous)))
+            for client, previous in zip_longest(clients, replies)
+        ]
+        check_needs(method, uploads)
+        replies = _fuse(method, uploads, folder, ctx)
+        if number > 1:  # only the newest round is kept: a hundred rounds of a large network would fill a disk
+            for kind in ("uploads", "replies", "records/upload", "records/fuse"):
+                ctx.store.drop(f"{kind}/{ctx.scope}/round-{number - 1:03d}")
+    made: dict[int, bytes] = {}  # where the client plays no part in the result, equal replies give equal models
+    for client, reply in zip(clients, replies, strict=True):
+        make = partial(method.personalize, client, reply, ctx)
+        known = None if method.personal else made.get(id(reply))
+        made[id(reply)] = _step(ctx, "personalize", ctx.scope, client, make, known)
+        models.append(made[id(reply)])
+    ctx.drop_stages()
+    return dict(zip([client.name for client in clients], _read_shared(models, Predictor.unpack), strict=True))
+
+
+def in_order(clients: Sequence[Client]) -> list[Client]:
+    """Clients by name, so that no result depends on the order in which they are listed."""
+    if not clients:
+        raise MethodError("no_clients", "a federation needs at least one client with images")
+    ordered = sorted(clients, key=lambda client: client.name)
+    for left, right in pairwise(ordered):
+        if left.name == right.name:
+            raise MethodError("same_name", f"two clients are called {left.label!r}; names must differ")
+    return ordered
+
+
+def file_name(client: str) -> str:
+    """A file name for any client name, however strange."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", client):
+        return client
+    return "client." + hashlib.sha256(client.encode()).hexdigest()[:16]
+
+
+_FOLDERS = {"upload": "uploads", "personalize": "models"}
+
+
+class _Packable(Protocol):
+    def pack(self) -> bytes: ...
+
+
+def _step(
+    ctx: Context, verb: str, folder: str, client: Client, make: Callable[[], _Packable], known: bytes | None = None
+) -> bytes:
+    """The bytes of one client's step: from the store if it is done, else made (or known), recorded, timed and kept."""
+    name = f"{folder}/{file_name(client.name)}"
+    path = f"{_FOLDERS[verb]}/{name}.safetensors"
+    data = ctx.store.load(path)
+    if data is None:
+        if known is None:
+            with ctx.measured(verb, name):
+                known = make().pack()
+        data = known
+        ctx.store.save(path, data)
+    return data
+
+
+def _fuse(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Context) -> list[Reply]:
+    """The server's step: all replies from the store, or all made anew."""
+    paths = [f"replies/{folder}/{file_name(upload.client)}.safetensors" for upload in uploads]
+    if any(ctx.store.load(path) is None for path in paths):
+        with ctx.measured("fuse", f"{folder}/server"):
+            replies = method.fuse(uploads, ctx)
+        if len(replies) != len(uploads):
+            raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")
+        packed = {id(reply): reply for reply in replies}  # clients often get the same reply: encode it once
+        data = {key: reply.pack() for key, reply in packed.items()}
+        for path, reply in zip(paths, replies, strict=True):
+            ctx.store.save(path, data[id(reply)])
+    kept = [ctx.store.load(path) for path in paths]
+    return _read_shared([data for data in kept if data is not None], Reply.unpack)
+
+
+def _read_shared(items: Sequence[bytes], unpack_one: Callable[[bytes], T]) -> list[T]:
+    """Decode, equal bytes once only, so that a hundred clients share one ensemble in memory."""
+    digests = [hashlib.sha256(data).digest() for data in items]
+    read = dict(zip(digests, items, strict=True))
+    objects = {digest: unpack_one(data) for digest, data in read.items()}
+    return [objects[digest] for digest in digests]
+
+
+def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
+    """The upper bound: one imaginary site that holds everybody's images. No server is involved."""
+    import numpy as np
+
+    patients = None
+    if all(client.patients is not None for client in clients):
+        patients = np.concatenate([client.patients for client in clients if client.patients is not None])
+    everyone = Client(
+        "all-sites-pooled",
+        np.concatenate([client.images for client in clients]),
+        np.concatenate([client.labels for client in clients]),
+        patients,
+    )
+    data = _step(ctx, "personalize", ctx.scope, everyone, partial(method.personalize, everyone, Reply(), ctx))
+    predictor = Predictor.unpack(data)
+    return {client.name: predictor for client in clients}
+
+
+def records(ctx: Context, clients: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """The records of a finished method in a fixed order: uploads, server, personalisation."""
+    folder = ctx.scope if rounds == 1 else f"{ctx.scope}/round-{rounds:03d}"
+    names = [f"records/upload/{folder}/{file_name(c)}.json" for c in clients]
+    names += [f"records/fuse/{folder}/server.json"]
+    names += [f"records/personalize/{ctx.scope}/{file_name(c)}.json" for c in [*clients, "all-sites-pooled"]]
+    found = [ctx.store.load(name) for name in names]
+    return [json.loads(data) for data in found if data is not None]

@@ -1,0 +1,46 @@
+"""All methods by name. Adding one means one file here and one line below (see CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedbicross.errors import ConfigError, nearest
+from fedbicross.federation import Method
+from fedbicross.methods.centralised import Centralised
+from fedbicross.methods.ensemble import Ensemble
+from fedbicross.methods.fedavg import FedAvg
+from fedbicross.methods.local_only import LocalOnly
+from fedbicross.methods.majority import Majority
+from fedbicross.settings import parse
+
+METHODS: dict[str, type[Method[Any]]] = {
+    "majority": Majority,
+    "local_only": LocalOnly,
+    "centralised": Centralised,
+    "fedavg": FedAvg,
+    "ensemble": Ensemble,
+}
+
+
+def method_names() -> list[str]:
+    """Every ``name`` and ``name:variant``."""
+    return [full for name, cls in METHODS.items() for full in (name, *(f"{name}:{v}" for v in cls.variants))]
+
+
+def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quick: bool = False) -> Method[Any]:
+    """A method from ``name`` or ``name:variant``.
+
+    ``table`` holds settings by method: those under ``name`` yield to the variant, those under ``name:variant`` win.
+    """
+    name, _, variant = spec.partition(":")
+    if name not in METHODS:
+        raise ConfigError("unknown_method", f"unknown method {name!r}{nearest(name, METHODS)}")
+    cls, table = METHODS[name], table or {}
+    if variant and variant not in cls.variants:
+        hint = nearest(variant, cls.variants) if cls.variants else "; it has none"
+        raise ConfigError("unknown_variant", f"{name} has no variant {variant!r}{hint}")
+    values = {**(cls.quick if quick else {}), **table.get(name, {}), **cls.variants.get(variant, {})}
+    if variant:
+        values |= table.get(spec, {})
+    return cls(parse(cls.Config, values, f"method.{spec}"))

@@ -1,0 +1,87 @@
+"""Ensemble: every hospital gets every network and combines their answers.
+
+The strongest teacher that a data-free method could distil, and costly to run: N networks per image.
+``class_weighted`` trusts network i on class c by its share of all training images of that class, which needs
+the class counts of each hospital besides its network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from fedbicross.context import Context
+from fedbicross.federation import (
+    Client,
+    Method,
+    MethodConfig,
+    Predictor,
+    Reply,
+    Upload,
+    pack_states,
+    unpack_states,
+)
+
+
+class EnsembleConfig(MethodConfig):
+    """How the members' answers are combined."""
+
+    combine: Literal["mean_logits", "mean_probs", "class_weighted"] = Field(
+        "mean_logits", description="mean of logits (as in FedISCA, FedBiCross), of probabilities, or by class counts"
+    )
+
+
+class Ensemble(Method[EnsembleConfig]):
+    """All networks go to everyone."""
+
+    name = "ensemble"
+    summary = "every client gets all networks and averages their answers"
+    Config = EnsembleConfig
+    variants = {"mean_probs": {"combine": "mean_probs"}, "class_weighted": {"combine": "class_weighted"}}
+    variant_notes = {
+        "mean_probs": "mean of probabilities instead of logits",
+        "class_weighted": "probabilities weighted per class by each client's share of that class's images",
+    }
+    role = "baseline"
+    personal = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights, and class counts for the class-weighted rule."""
+        return frozenset({"weights", "class_counts"} if self._weighted else {"weights"})
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        counts = " and the number of training images per class" if self._weighted else ""
+        return f"The trained network{counts}; every other hospital receives it."
+
+    @property
+    def _weighted(self) -> bool:
+        return self.config.combine == "class_weighted"
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network, and the class counts where the rule needs them."""
+        trained = ctx.local_model(client)
+        counts = client.class_counts(len(ctx.task.classes)) if self._weighted else None
+        return Upload(client.name, ctx.task, trained.state, class_counts=counts)
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """All networks to everyone, with the class weights n(i,c) / sum_j n(j,c)."""
+        import torch
+
+        tensors = pack_states([upload.tensors for upload in uploads])
+        if self._weighted:
+            counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
+            tensors["class_weights"] = (counts / counts.sum(0).clamp_min(1)).float()
+        reply = Reply(tensors, {"architectures": [upload.task.model for upload in uploads]})
+        return [reply for _ in uploads]
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The ensemble itself."""
+        architectures = tuple(reply.info["architectures"])
+        states = tuple(unpack_states(reply.tensors, len(architectures)))
+        weights = reply.tensors.get("class_weights")
+        return Predictor(ctx.task, architectures, states, self.config.combine, weights)

@@ -1,0 +1,34 @@
+"""Local only: train alone. The bar that taking part in a federation has to clear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedbicross.context import Context
+from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload
+
+
+class LocalOnly(Method[MethodConfig]):
+    """Each hospital keeps the network that it trained on its own images."""
+
+    name = "local_only"
+    summary = "each client's own network, no federation (the bar)"
+    role = "baseline"
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return "Nothing."
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """Nothing leaves."""
+        return Upload(client.name, ctx.task)
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Nothing comes back."""
+        return [Reply() for _ in uploads]
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The client's own network."""
+        trained = ctx.local_model(client)
+        return Predictor(ctx.task, (trained.architecture,), (trained.state,))

@@ -1,0 +1,91 @@
+"""Classifiers by name; importing this package costs no torch, so listing and checking names stays instant.
+
+Every model is ``head(features(x))``: ``features`` gives [B, D], ``head`` is one linear layer.
+Weights are filled only by ``initialise`` from an explicit generator; the global random state is never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from fedbicross.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fedbicross.models.base import Classifier
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a user needs to know of an architecture before it is built."""
+
+    description: str
+    has_batchnorm: bool
+    min_image_size: int
+
+
+MODELS: dict[str, ModelInfo] = {
+    "cnn": ModelInfo("two convolutions and two linear layers, no batch normalisation", False, 8),
+    "resnet8": ModelInfo("three stages of one basic block, widths 16/32/64: quick runs on a CPU", True, 8),
+    "resnet18": ModelInfo("ResNet-18; 3×3 stem without pooling up to 64 px (the papers' backbone)", True, 8),
+    "resnet34": ModelInfo("ResNet-34; 3×3 stem without pooling up to 64 px", True, 8),
+    "wrn16_2": ModelInfo("Wide ResNet 16-2, pre-activation", True, 8),
+    "vgg8": ModelInfo("VGG with one convolution a stage, batch normalisation, one linear head", True, 8),
+    "vgg11": ModelInfo("VGG-11 with batch normalisation, one linear head", True, 8),
+    "vgg16": ModelInfo("VGG-16 with batch normalisation, one linear head", True, 8),
+}
+
+
+def info(name: str) -> ModelInfo:
+    """The entry of ``MODELS``, or a ConfigError that suggests the nearest name."""
+    if name not in MODELS:
+        raise ConfigError("unknown_model", f"unknown model {name!r}{nearest(name, MODELS)}")
+    return MODELS[name]
+
+
+def check(name: str, channels: int, classes: int, image_size: int) -> None:
+    """Refuse what ``build`` would refuse, without importing torch."""
+    smallest = info(name).min_image_size
+    if image_size < smallest:
+        raise ConfigError("image_too_small", f"model {name!r} needs images of at least {smallest} px, got {image_size}")
+    if channels not in (1, 3):
+        raise ConfigError("bad_channels", f"model {name!r} takes 1 or 3 channels, got {channels}")
+    if classes < 2:
+        raise ConfigError("bad_classes", f"model {name!r} needs at least 2 classes, got {classes}")
+
+
+def build(name: str, channels: int, classes: int, image_size: int) -> Classifier:
+    """A model on the CPU with placeholder weights (zeros; BN scale one): call ``initialise`` or load weights next."""
+    check(name, channels, classes, image_size)
+    from fedbicross.models import factory
+
+    return factory.build(name, channels, classes, image_size)
+
+
+def initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """Fill every parameter and buffer in place from a CPU generator (the rules are in ``factory.initialise``)."""
+    from fedbicross.models import factory
+
+    factory.initialise(model, generator)
+
+
+@cache
+def forward_flops(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Floating-point operations (2 × multiply-adds) of one forward pass of one image: convolutions and linears."""
+    check(name, channels, classes, image_size)
+    from fedbicross.models import factory
+
+    return factory.forward_flops(name, channels, classes, image_size)
+
+
+@cache
+def num_parameters(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Number of trainable scalars; the running statistics of batch normalisation are not among them."""
+    check(name, channels, classes, image_size)
+    from fedbicross.models import factory
+
+    return factory.num_parameters(name, channels, classes, image_size)

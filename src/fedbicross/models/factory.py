@@ -1,0 +1,94 @@
+"""Building, filling and counting: the part of ``models`` that needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fedbicross.models.cnn import cnn
+from fedbicross.models.resnet import resnet8, resnet18, resnet34
+from fedbicross.models.vgg import vgg8, vgg11, vgg16
+from fedbicross.models.wrn import wrn16_2
+
+if TYPE_CHECKING:
+    from fedbicross.models.base import Classifier
+
+BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
+    "cnn": cnn,
+    "resnet8": resnet8,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "wrn16_2": wrn16_2,
+    "vgg8": vgg8,
+    "vgg11": vgg11,
+    "vgg16": vgg16,
+}
+
+
+def _skeleton(name: str, channels: int, classes: int, image_size: int) -> Classifier:
+    # On the meta device torch's constructors draw no random numbers and allocate no memory.
+    with torch.device("meta"):
+        return BUILDERS[name](channels, classes, image_size)
+
+
+def build(name: str, channels: int, classes: int, image_size: int) -> Classifier:
+    """The model on the CPU with zero weights and fresh batch normalisation."""
+    model = _skeleton(name, channels, classes, image_size).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                _reset_batchnorm(module)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """Fill the model in place, module by module in the order of construction.
+
+    Convolution: normal, variance 2 / fan_out (He et al. 2015, as in ResNet), bias zero. Linear: weight and bias
+    uniform in ±1/√fan_in (PyTorch's default). Batch normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0.
+    """
+    # Drawn in float32 on the CPU and then copied, so that a seed means the same weights on every device.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels * math.prod(module.kernel_size) // module.groups
+            module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * math.sqrt(2 / fan_out))
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(module.in_features)
+            for tensor in (module.weight, module.bias):
+                if tensor is not None:
+                    tensor.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)
+        elif isinstance(module, nn.BatchNorm2d):
+            _reset_batchnorm(module)
+        elif next(module.parameters(recurse=False), None) is not None:
+            # Silence here would leave a layer at its placeholder and training would look merely bad.
+            raise TypeError(f"no initialisation rule for {type(module).__name__} at {name!r}")
+
+
+def forward_flops(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Operations of one forward pass of one image; counted on meta tensors, so nothing is computed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = _skeleton(name, channels, classes, image_size).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, channels, image_size, image_size, device="meta"))
+    return int(counter.get_total_flops())
+
+
+def num_parameters(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Number of trainable scalars."""
+    return sum(p.numel() for p in _skeleton(name, channels, classes, image_size).parameters())
+
+
+def _reset_batchnorm(module: nn.BatchNorm2d) -> None:
+    module.weight.fill_(1)
+    module.bias.zero_()
+    module.reset_running_stats()

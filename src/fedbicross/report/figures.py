@@ -1,0 +1,277 @@
+"""Charts along an axis: accuracies, gains, training curves and costs. Each function returns an SVG string."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from fedbicross.report.grids import WIDTH, class_matrix, confusion, gain_matrix, heatmap
+from fedbicross.report.svg import (
+    SERIES,
+    coordinate,
+    label_width,
+    line,
+    rect,
+    spread,
+    svg,
+    tag,
+    text,
+    tick_text,
+    ticks,
+    triangle,
+)
+from fedbicross.report.text import PROTOCOL_NAMES, PROTOCOLS, Stat, number, percent_sd, points, short
+
+__all__ = [
+    "accuracy_dots",
+    "class_matrix",
+    "confusion",
+    "gain_matrix",
+    "gain_strips",
+    "heatmap",
+    "line_chart",
+    "stacked_bars",
+]
+
+Series = tuple[str, Sequence[object], Sequence[object]]
+LABELLED = 8  # more lines than this cannot be told apart by colour: they turn grey and their median is drawn
+LONGEST = 240  # points kept of a line; a screen shows no more
+
+
+def accuracy_dots(methods: Sequence[tuple[str, str, Mapping[str, Stat]]]) -> str:
+    """Accuracy under the three protocols side by side; the dashed line is training alone. Items: name, kind, stats."""
+    if not methods:
+        return ""
+    left = label_width([name for name, _, _ in methods], 26) + 14
+    gap, tall, top = 36.0, 24.0, 42.0
+    wide = (WIDTH - left - 2 * gap - 12) / 3
+    bottom = top + tall * len(methods)
+    body = [
+        text(
+            left - 10,
+            top + (i + 0.5) * tall + 4,
+            name,
+            26,
+            "end",
+            class_="label strong" if kind == "local" else "label",
+        )
+        for i, (name, kind, _) in enumerate(methods)
+    ]
+    for column, protocol in enumerate(PROTOCOLS):
+        x0 = left + column * (wide + gap)
+        body.append(text(x0, 14, f"{PROTOCOL_NAMES[protocol]}, %", class_="axis"))
+        for tick in (0, 25, 50, 75, 100):
+            x = x0 + wide * tick / 100
+            body.append(line(x, top, x, bottom, "rule"))
+            body.append(text(x, top - 6, str(tick), anchor="middle", class_="tick"))
+        for _, kind, stats in methods:
+            if kind == "local" and (mean := stats[protocol].mean) is not None:
+                body.append(line(x0 + wide * mean, top - 2, x0 + wide * mean, bottom, "reference"))
+        for i, (name, kind, stats) in enumerate(methods):
+            body.append(_accuracy_dot(x0, wide, top + (i + 0.5) * tall, name, kind, stats[protocol]))
+    return svg(WIDTH, bottom + 8, body, "Accuracy of every method under the three protocols")
+
+
+def _accuracy_dot(x0: float, wide: float, y: float, name: str, kind: str, value: Stat) -> str:
+    if value.mean is None:
+        return text(x0 + 4, y + 4, "n/a", class_="tick")
+    x = x0 + wide * min(max(value.mean, 0.0), 1.0)
+    tip = f"{short(name)}: {percent_sd(value)} %"
+    low, high = (x0 + wide * min(max(value.mean + sign * (value.sd or 0), 0.0), 1.0) for sign in (-1, 1))
+    whisker = line(low, y, high, y, "whisker") if value.sd else ""
+    # Upper bounds are hollow and baselines square, so that roles differ in shape as well as in colour.
+    if kind in ("baseline", "local"):
+        mark = rect(x - 4.5, y - 4.5, 9, 9, f"dot {kind}")
+    else:
+        mark = tag("circle", cx=x, cy=y, r=5, class_=f"dot {kind}")
+    return tag("g", whisker + mark, tip=tip)
+
+
+def gain_strips(methods: Sequence[tuple[str, Sequence[tuple[str, object]]]], label: str) -> str:
+    """One strip a method, one mark a client, left of zero harmed and right of it helped."""
+    known = [[(name, v) for name, gain in items if (v := number(gain)) is not None] for _, items in methods]
+    largest = 100 * max((abs(gain) for items in known for _, gain in items), default=0.0)
+    if not any(known):
+        return ""
+    reach = max(largest * 1.06, 1.0)
+    left, right, top = label_width([name for name, _ in methods], 26) + 14, 150.0, 40.0
+    wide = WIDTH - left - right
+    zero = left + wide / 2
+
+    def place(gain: float) -> float:
+        return zero + wide / 2 * (100 * gain) / reach
+
+    strips, y = [], top
+    for (method, _), items in zip(methods, known, strict=True):
+        marks, height = _strip(items, place, y)
+        middle = y + height / 2
+        strips += [text(left - 10, middle + 4, method, 26, "end", class_="label"), *marks]
+        harmed = sum(gain < 0 for _, gain in items)
+        helped = sum(gain > 0 for _, gain in items)
+        strips.append(text(WIDTH - right + 12, middle + 4, f"{harmed} worse, {helped} better", class_="value"))
+        strips.append(line(left, y + height, WIDTH, y + height, "rule"))
+        y += height
+    body = [rect(left, top, wide / 2, y - top, "harmside")]
+    for tick in ticks(-reach, reach, 8):
+        x = place(tick / 100)
+        body.append(line(x, top, x, y, "zero" if tick == 0 else "rule"))
+        sign = "+" if tick > 0 else ""
+        body.append(text(x, top - 6, sign + tick_text(tick), anchor="middle", class_="tick"))
+    body.append(text(zero - 8, 14, "◀ worse than training alone", anchor="end", class_="axis"))
+    body.append(text(zero + 8, 14, "better, points ▶", class_="axis"))
+    return svg(WIDTH, y + 6, body + strips, label)
+
+
+def _strip(items: Sequence[tuple[str, float]], place: Callable[[float], float], top: float) -> tuple[list[str], float]:
+    """Marks that would overlap are stacked; the strip grows with the tallest stack."""
+    radius = 4.5 if len(items) <= 24 else 3.2
+    pitch = 2.3 * radius
+    lanes: list[float] = []  # where the last mark of each lane stands
+    placed = []
+    for name, gain in sorted(items, key=lambda item: item[1]):
+        x = place(gain)
+        lane = next((index for index, last in enumerate(lanes) if x - last >= pitch), len(lanes))
+        lanes[lane : lane + 1] = [x]
+        placed.append((name, gain, lane))
+    step = min(pitch, 60.0 / max(len(lanes), 1))
+    height = max(30.0, step * len(lanes) + 14)
+    marks = []
+    for name, gain, lane in placed:
+        # Lanes go outwards from the middle, so that a lone mark stands on the line of its label.
+        y = top + height / 2 + step * (lane // 2 + lane % 2) * (1 if lane % 2 else -1)
+        tip = f"{short(name)}: {points(gain)} points"
+        if gain == 0:
+            marks.append(tag("circle", cx=place(gain), cy=y, r=radius - 1, class_="dot level", tip=tip))
+        else:
+            marks.append(triangle(place(gain), y, radius, gain > 0, "dot helped" if gain > 0 else "dot harmed", tip))
+    if len(items) > 1:
+        mean = place(sum(gain for _, gain in items) / len(items))
+        marks.append(line(mean, top + 4, mean, top + height - 4, "mean"))
+    return marks, height
+
+
+def line_chart(
+    series: Sequence[Series],
+    xlabel: str,
+    ylabel: str,
+    label: str,
+    *,
+    width: float = 462.0,
+    marks: Sequence[object] = (),
+) -> str:
+    """Lines over a common axis, named at their ends; ``marks`` holds one x per series to be pointed out."""
+    lines = [(name, _points(xs, ys)) for name, xs, ys in series]
+    everything = [point for _, path in lines for point in path if point[1] is not None]
+    if not everything:
+        return ""
+    xs_all, ys_all = [x for x, _ in everything], [y for _, y in everything if y is not None]
+    many = len(lines) > LABELLED
+    left, top, height = 52.0, 24.0, 230.0
+    right = 58.0 if many else label_width([name for name, _ in lines], 14) + 18
+    x_low, x_high = _range(xs_all)
+    y_low, y_high = _range(ys_all)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        inner = width - left - right
+        return left + inner * (x - x_low) / (x_high - x_low), top + height * (1 - (y - y_low) / (y_high - y_low))
+
+    body = [
+        text(2, 12, ylabel, class_="axis"),
+        text(width - right, top + height + 34, xlabel, 40, "end", class_="axis"),
+    ]
+    for tick in ticks(y_low, y_high):
+        y = place(x_low, tick)[1]
+        body += [
+            line(left, y, width - right, y, "rule"),
+            text(left - 6, y + 4, tick_text(tick), 12, "end", class_="tick"),
+        ]
+    for tick in ticks(x_low, x_high):
+        x = place(tick, y_low)[0]
+        body.append(text(x, top + height + 17, tick_text(tick), anchor="middle", class_="tick"))
+    ends = []
+    for index, (name, path) in enumerate(lines):
+        kind = "line faint" if many else f"line s{index % SERIES}"
+        body.append(tag("path", d=_path(path, place), class_=kind, tip=name))
+        shown = [(x, y) for x, y in path if y is not None]
+        if shown and not many:
+            ends.append((index, name, place(*shown[-1])))
+            body += _mark(shown, marks[index] if index < len(marks) else None, place, index)
+    if many:
+        middle = _median(lines)
+        body.append(tag("path", d=_path(middle, place), class_="line s0 bold", tip=f"median of {len(lines)}"))
+        x, y = place(middle[-1][0], middle[-1][1] or 0.0)
+        ends.append((0, "median", (x, y)))
+    heights = spread([y for _, _, (_, y) in ends], 14.0, top + 4, top + height)
+    for (index, name, (x, _)), y in zip(ends, heights, strict=True):
+        body.append(text(x + 7, y + 4, name, 14, class_=f"name s{index % SERIES}"))
+    return svg(width, top + height + 42, body, label)
+
+
+def _points(xs: Sequence[object], ys: Sequence[object]) -> list[tuple[float, float | None]]:
+    """Pairs with a usable x; a missing y is kept, and breaks the line. Long lines are thinned evenly."""
+    pairs = [(x, number(y)) for raw, y in zip(xs, ys, strict=False) if (x := number(raw)) is not None]
+    step = math.ceil(len(pairs) / LONGEST) if pairs else 1
+    return pairs if step == 1 else [*pairs[:-1:step], pairs[-1]]
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    margin = 0.04 * (high - low) or max(abs(low) * 0.1, 0.5)
+    return (low - margin, high + margin) if low == high else (low, high)
+
+
+def _path(path: Sequence[tuple[float, float | None]], place: Callable[[float, float], tuple[float, float]]) -> str:
+    pieces, pen = [], "M"
+    for x, y in path:
+        if y is None:
+            pen = "M"
+            continue
+        a, b = place(x, y)
+        pieces.append(f"{pen}{coordinate(a)} {coordinate(b)}")
+        pen = "L"
+    return "".join(pieces) + ("h.1" if len(pieces) == 1 else "")
+
+
+def _mark(
+    shown: Sequence[tuple[float, float]], at: object, place: Callable[[float, float], tuple[float, float]], index: int
+) -> list[str]:
+    found = [place(x, y) for x, y in shown if x == number(at)]
+    return [tag("circle", cx=x, cy=y, r=4, class_=f"point s{index % SERIES}", tip=f"kept: {at}") for x, y in found[:1]]
+
+
+def _median(lines: Sequence[tuple[str, Sequence[tuple[float, float | None]]]]) -> list[tuple[float, float | None]]:
+    columns: dict[float, list[float]] = {}
+    for _, path in lines:
+        for x, y in path:
+            if y is not None:
+                columns.setdefault(x, []).append(y)
+    return [(x, median(columns[x])) for x in sorted(columns)]
+
+
+def stacked_bars(
+    rows: Sequence[tuple[str, Sequence[object]]], parts: Sequence[str], show: Callable[[object], str], label: str
+) -> str:
+    """Horizontal bars made of named parts, with the total written at the end."""
+    tables = [(name, [max(number(value) or 0.0, 0.0) for value in values]) for name, values in rows]
+    largest = max((sum(values) for _, values in tables), default=0.0)
+    if largest <= 0:
+        return ""
+    left, right, tall, top = label_width([name for name, _ in rows], 26) + 14, 96.0, 26.0, 34.0
+    wide = WIDTH - left - right
+    body, x = [], left
+    for index, part in enumerate(parts):
+        body += [rect(x, 6, 11, 11, f"fill s{index % SERIES}"), text(x + 16, 16, part, class_="label")]
+        x += 16 + label_width([part], 40) + 20
+    for i, (name, values) in enumerate(tables):
+        y, x = top + i * tall, left
+        body.append(text(left - 10, y + tall / 2 + 4, name, 26, "end", class_="label"))
+        for index, (part, value) in enumerate(zip(parts, values, strict=False)):
+            length = wide * value / largest
+            tip = f"{short(name)}, {part}: {show(value)}"
+            if value:
+                body.append(rect(x, y + 4, max(length, 0.5), tall - 9, f"fill s{index % SERIES}", tip=tip))
+            x += length
+        measured = any(number(value) is not None for value in rows[i][1])
+        body.append(text(x + 7, y + tall / 2 + 4, show(sum(values)) if measured else "n/a", class_="value"))
+    return svg(WIDTH, top + tall * len(rows) + 4, body, label)

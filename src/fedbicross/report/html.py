@@ -1,0 +1,52 @@
+"""The page: results in, one HTML string out, with nothing to fetch and nothing to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbicross.report import clients, sections
+from fedbicross.report.summary import summarise
+from fedbicross.report.verdict import judge
+
+
+def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
+    """The report page. ``run_dir`` is only needed to embed the pictures that a method left there."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    def breakable(name: str) -> Markup:
+        """A method name may be broken after its colon or an underscore; escaping has put neither into it."""
+        return Markup(str(escape(name)).replace(":", ":<wbr>").replace("_", "_<wbr>"))
+
+    environment = Environment(
+        loader=PackageLoader("fedbicross.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = breakable
+    return environment.get_template("report.html.j2").render(context(results, run_dir)) + "\n"
+
+
+def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
+    """Everything that the template shows, in the order of the page."""
+    summaries = summarise(results)
+    verdict = judge(results, summaries)
+    return {
+        "head": sections.head(results),
+        "verdict": verdict,
+        "tiles": sections.tiles(summaries, verdict),
+        "warnings": sections.warnings(results),
+        "accuracy": sections.accuracy(results, summaries),
+        "holdings": clients.holdings(results),
+        "gains": clients.gains(results),
+        "confusions": clients.confusions(results, summaries, verdict),
+        "training": clients.training(results),
+        "costs": sections.costs(summaries),
+        "leaves": sections.leaves(summaries),
+        "diagnoses": sections.diagnoses(results, run_dir),
+        "provenance": sections.provenance(results),
+    }

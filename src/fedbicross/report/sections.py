@@ -1,0 +1,220 @@
+"""What each section of the page shows, as plain values and finished charts for the template to lay out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbicross.report import figures
+from fedbicross.report.diagnosis import diagnosis
+from fedbicross.report.summary import Summary, local_summary, result_rows, seeds_of
+from fedbicross.report.tables import harms
+from fedbicross.report.text import (
+    NA,
+    PROTOCOL_NAMES,
+    PROTOCOLS,
+    clean,
+    count,
+    duration,
+    fixed,
+    flops,
+    get,
+    mapping,
+    percent,
+    percent_sd,
+    plain,
+    points,
+    sequence,
+    short,
+    size,
+    stat,
+)
+from fedbicross.report.verdict import Verdict, row_verdict
+
+METRICS = {
+    "accuracy": "accuracy %",
+    "accuracy_weighted": "accuracy %, clients weighted by test images",
+    "balanced_accuracy": "balanced accuracy %",
+    "macro_auc": "macro AUC %",
+    "macro_f1": "macro F1 %",
+    "ece": "calibration error (ECE) %",
+}
+STAGES = ("local_training", "upload", "fuse", "personalize", "evaluate")  # in the order of a run; others follow
+LONGEST_CONFIG = 60_000
+
+
+def head(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and facts of the run."""
+    data = mapping(results.get("dataset"))
+    classes = sequence(data.get("classes"))
+    seeds = seeds_of(results)
+    counts = sorted({len(sequence(clients)) for clients in mapping(results.get("clients")).values()})
+    clients = "–".join(str(value) for value in dict.fromkeys([counts[0], counts[-1]])) if counts else NA
+    facts = [
+        ("dataset", short(data.get("name"), 60)),
+        ("hospitals (clients)", clients),
+        ("classes", str(len(classes)) if classes else NA),
+        ("training images", fixed(data.get("train_images"), 0)),
+        ("test images", fixed(data.get("test_images"), 0)),
+        ("image", f"{plain(data.get('image_size'))} px, {plain(data.get('channels'))} ch"),
+        (
+            count(len(seeds), "seed"),
+            ", ".join(short(seed, 12) for seed in seeds[:8]) + (" …" if len(seeds) > 8 else ""),
+        ),
+    ]
+    return {
+        "name": short(results.get("name") or "unnamed run", 60),
+        "complete": results.get("complete") is True,
+        "facts": facts,
+        "note": short(data["note"], 600) if data.get("note") else "",
+    }
+
+
+def tiles(summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, str]]:
+    """The few figures behind the verdict."""
+    local, best = local_summary(list(summaries)), verdict.best
+    found = []
+    if local is not None:
+        found.append(
+            {"title": "Training alone", "value": f"{percent(local.accuracy['matched'].mean)}\u00a0%", "note": "matched"}
+        )
+    if best is not None:
+        gain = f"{points(best.gain.mean)} points against training alone"
+        value = f"{percent(best.accuracy['matched'].mean)}\u00a0%"
+        found.append({"title": short(best.method, 30), "value": value, "note": f"matched; {gain}"})
+        found.append({"title": "Hospitals harmed", "value": harms(best), "note": f"by {short(best.method, 30)}"})
+        cost = f"and a reply of {size(best.reply.mean)}"
+        found.append({"title": "Uploaded", "value": size(best.upload.mean), "note": f"per hospital, {cost}"})
+    return found
+
+
+def warnings(results: Mapping[str, Any]) -> list[str]:
+    """Warnings of the run and of its rows, each once."""
+    found = [short(item, 400) for item in sequence(results.get("warnings"))]
+    for row in result_rows(results):
+        label = f"{short(row['method'])}, seed {short(row.get('seed'), 12)}"
+        found += [f"{label}: {short(item, 400)}" for item in sequence(row.get("warnings"))]
+    return list(dict.fromkeys(found))
+
+
+def kind(item: Summary) -> str:
+    """How a method is drawn."""
+    return "local" if item.is_local else item.role if item.role in ("baseline", "upper_bound") else "method"
+
+
+def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, Any]:
+    """The result table, its chart, and the table of all metrics."""
+    total = len(seeds_of(results))
+    rows = [
+        {
+            "method": short(item.method),
+            "kind": kind(item),
+            "seeds": f"{item.seeds} of {total} seeds" if item.seeds < total else "",
+            "accuracy": [percent_sd(item.accuracy[protocol]) for protocol in PROTOCOLS],
+            "worst": percent_sd(item.worst),
+            "worst_client": short(item.worst_client, 24) if item.worst_client else "",
+            "upload": size(item.upload.mean),
+            "reply": size(item.reply.mean),
+            "seconds": duration(item.seconds.mean),
+            "loses": item.loses,
+            "verdict": row_verdict(item),
+        }
+        for item in summaries
+    ]
+    every_metric = [
+        (
+            short(item.method),
+            [
+                [percent_sd(stat(get(row, metric, protocol) for row in item.rows)) for metric in METRICS]
+                for protocol in PROTOCOLS
+            ],
+        )
+        for item in summaries
+    ]
+    return {
+        "rows": rows,
+        "chart": figures.accuracy_dots([(item.method, kind(item), item.accuracy) for item in summaries]),
+        "has_local": local_summary(list(summaries)) is not None,
+        "several_seeds": any(item.seeds > 1 for item in summaries),
+        "metric_names": list(METRICS.values()),
+        "protocols": [PROTOCOL_NAMES[protocol] for protocol in PROTOCOLS],
+        "every_metric": every_metric,
+    }
+
+
+def costs(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Bytes, seconds and operations, means over seeds."""
+    kept = {stage for item in summaries for row in item.rows for stage in mapping(row.get("seconds_by_stage"))}
+    names = [stage for stage in STAGES if stage in kept] + sorted(kept - set(STAGES))[:5]
+    stages = [
+        (item.method, [stat(get(row, "seconds_by_stage", stage) for row in item.rows).mean for stage in names])
+        for item in summaries
+    ]
+    shown = [short("personalise" if stage == "personalize" else stage.replace("_", " "), 16) for stage in names]
+    carried = [(item.method, [item.upload.mean, item.reply.mean]) for item in summaries]
+    rows = [
+        [
+            short(item.method),
+            size(item.upload.mean),
+            size(item.reply.mean),
+            flops(stat(row.get("client_flops") for row in item.rows).mean),
+            flops(stat(row.get("server_flops") for row in item.rows).mean),
+            *(duration(value) for value in values),
+            duration(item.seconds.mean),
+        ]
+        for item, (_, values) in zip(summaries, stages, strict=True)
+    ]
+    return {
+        "rows": rows,
+        "stages": shown,
+        "seconds": figures.stacked_bars(stages, shown, duration, "Seconds by stage"),
+        "bytes": figures.stacked_bars(carried, ("upload", "reply"), size, "Bytes per client"),
+    }
+
+
+def leaves(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
+    """What leaves the hospital, per method."""
+    return [
+        (
+            short(item.method),
+            short(item.rows[0].get("leaves_the_hospital") or "not stated", 500),
+            size(item.upload.mean),
+        )
+        for item in summaries
+    ]
+
+
+def diagnoses(results: Mapping[str, Any], run_dir: Path | None) -> list[dict[str, Any]]:
+    """Each row's own account, where its method gives one."""
+    return [
+        {"title": f"{short(row['method'])}, seed {short(row.get('seed'), 12)}", **diagnosis(row["diagnosis"], run_dir)}
+        for row in result_rows(results)
+        if row.get("diagnosis")
+    ]
+
+
+def provenance(results: Mapping[str, Any]) -> dict[str, Any]:
+    """How to get these numbers again, and proof of what they were made from."""
+    try:
+        config = json.dumps(results.get("config"), indent=2, sort_keys=True, ensure_ascii=False, default=str)
+    except (RecursionError, TypeError, ValueError):
+        config = "cannot be shown; see results.json"
+    hashes = {
+        "dataset digest": get(results, "dataset", "digest"),
+        "partition SHA-256": results.get("partition_sha256"),
+        "rows SHA-256": results.get("rows_sha256"),
+    }
+    return {
+        "config": "\n".join(_config_line(line) for line in config[:LONGEST_CONFIG].split("\n")),
+        "cut": len(config) > LONGEST_CONFIG,
+        "versions": [(short(name), short(value)) for name, value in mapping(results.get("versions")).items()],
+        "hashes": [(name, short(value, 140)) for name, value in hashes.items() if value],
+    }
+
+
+def _config_line(line: str, limit: int = 200) -> str:
+    """Printable, cut where one value would fill the page, and indented as before: that carries the structure."""
+    cut = line if len(line) <= limit else line[:limit] + "…"
+    return cut[: len(cut) - len(cut.lstrip())] + clean(cut)

@@ -1,0 +1,52 @@
+"""Typed, frozen settings whose mistakes are one-line errors that name the nearest right key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedbicross.errors import ConfigError, nearest
+
+
+class Settings(BaseModel):
+    """Base of every group of settings: unknown keys, wrong types and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def parse(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """``cls(**values)``, with the first problem as a ``ConfigError`` that says where it is."""
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        keys = [str(part) for part in first["loc"]]
+        path = ".".join([where, *keys] if where else keys)
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                "unknown_key", f"unknown key {path!r}{nearest(keys[-1], _known(cls, keys[:-1]))}"
+            ) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError("bad_value", f"{path}: {message} (got {_short(first['input'])})") from None
+
+
+def _known(cls: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys allowed at ``path`` below ``cls``."""
+    for key in path:
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
+        options = [annotation, *get_args(annotation)]
+        inner = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        if inner is None:
+            return []
+        cls = inner
+    return list(cls.model_fields)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

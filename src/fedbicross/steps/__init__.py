@@ -1,0 +1,14 @@
+"""The papers' equations as pure functions; each submodule is imported when it is first used, and torch with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedbicross._lazy import lazy_submodules
+
+if TYPE_CHECKING:
+    from fedbicross.steps import adaptation, bilevel, clustering, distill, inversion, noise
+
+__all__ = ["adaptation", "bilevel", "clustering", "distill", "inversion", "noise"]
+
+__getattr__ = lazy_submodules(__name__, __all__)

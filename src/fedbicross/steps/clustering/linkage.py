@@ -1,0 +1,54 @@
+"""Agglomerative clustering with average linkage: of local updates ("HC" of FedBiCross's Fig. 2), and for `pacfl`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedbicross.steps.clustering.kmeans import centred_gram, flatten_weights
+from fedbicross.steps.clustering.partition import Clustering, Matrix, canonical_labels, feasible_k
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+
+def agglomerate(distances: Matrix, k: int | None = None, threshold: float | None = None) -> Clustering:
+    """Average linkage on a distance matrix: to K clusters, or until no two are nearer than `threshold`."""
+    if (k is None) == (threshold is None):
+        raise ValueError("give exactly one of k and threshold")
+    warnings: tuple[str, ...] = ()
+    if k is not None:
+        k, warnings = feasible_k(k, distances)
+    if len(distances) == 1:
+        return Clustering((0,), warnings)
+    from sklearn.cluster import AgglomerativeClustering  # about a second to import, and only the server needs it
+
+    model = AgglomerativeClustering(n_clusters=k, distance_threshold=threshold, metric="precomputed", linkage="average")
+    return Clustering(canonical_labels(model.fit(distances).labels_), warnings)
+
+
+def hierarchical_updates(
+    weights: Sequence[Mapping[str, Tensor]],
+    initial: Mapping[str, Tensor] | None = None,
+    k: int | None = None,
+    threshold: float | None = None,
+) -> Clustering:
+    """Cluster the clients' updates by cosine distance: weights minus the shared `initial` ones, or minus their mean."""
+    vectors = flatten_weights([*weights, initial] if initial is not None else weights)
+    gram = centred_gram(vectors[: len(weights)], vectors[-1] if initial is not None else None)
+    return agglomerate(cosine_distances(gram), k, threshold)
+
+
+def cosine_distances(gram: Matrix) -> Matrix:
+    """1 − cos from inner products; two zero vectors are at 0, and a zero vector is at 1 from any other."""
+    norms = np.sqrt(np.clip(np.diag(gram), 0, None))
+    zero = norms <= 1e-12 * norms.max()
+    safe = np.where(zero, 1.0, norms)
+    cosine = np.where(zero[:, None] | zero[None, :], 0.0, gram / np.outer(safe, safe))
+    cosine[np.ix_(zero, zero)] = 1.0
+    distances = np.clip(1 - cosine, 0, 2)
+    np.fill_diagonal(distances, 0)
+    return np.asarray(distances)

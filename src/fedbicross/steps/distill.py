@@ -1,0 +1,148 @@
+"""Knowledge distillation: FedBiCross Eqs. 5 and 9, FedISCA Eq. 3, E-FedISCA Eqs. 2–4 and 8.
+
+The papers write KL without τ²; the released code multiplies by it, and without it the gradient at τ = 20 is 400 times
+smaller. Here every distillation loss carries τ².
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedbicross.errors import MethodError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Combination = Literal["mean_logits", "mean_probs", "class_weighted"]
+
+
+def soften(logits: Tensor, temperature: float) -> Tensor:
+    """Soft labels: softmax(z/τ) over the last axis (E-FedISCA Eq. 2)."""
+    return F.softmax(logits / temperature, dim=-1)
+
+
+def soft_kd_loss(student_logits: Tensor, teacher_soft: Tensor, temperature: float) -> Tensor:
+    """τ² · KL(teacher ‖ student), mean over the batch, from soft labels already softened with the same τ."""
+    student_log = F.log_softmax(student_logits / temperature, dim=-1)
+    return F.kl_div(student_log, teacher_soft, reduction="batchmean") * temperature**2
+
+
+def kd_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """τ² · KL(teacher ‖ student) from logits, mean over the batch (E-FedISCA Eq. 4)."""
+    return soft_kd_loss(student_logits, soften(teacher_logits, temperature), temperature)
+
+
+def mixed_kd_loss(
+    student_logits: Tensor, original_soft: Tensor, adapted_soft: Tensor, lam: float | Tensor, temperature: float
+) -> Tensor:
+    """Eq. 5: λ KL(F̃ ‖ G) + (1−λ) KL(F ‖ G), from soft labels of the noise-adapted and the original teacher."""
+    adapted = soft_kd_loss(student_logits, adapted_soft, temperature)
+    original = soft_kd_loss(student_logits, original_soft, temperature)
+    return lam * adapted + (1 - lam) * original
+
+
+def noise_level(t: int, steps: int, convention: Literal["paper", "released"] = "paper") -> float:
+    """λ(t) of the batch after t of T steps: 1 − t/T as written (0 at t = T), or FedISCA's code, 1 − (t−1)/T."""
+    if convention == "paper":
+        return 1 - t / steps
+    if convention == "released":
+        return 1 - (t - 1) / steps
+    assert_never(convention)
+
+
+def class_weights(class_counts: Tensor) -> Tensor:
+    """a(i,c) = n(i,c) / Σ_j n(j,c) from class counts [N,C]; 0 for a class that nobody has."""
+    floating = class_counts if class_counts.is_floating_point() else class_counts.to(torch.get_default_dtype())
+    counts = floating.clamp_min(0)  # counts published with privacy noise may be negative
+    totals = counts.sum(0)
+    if not bool((totals > 0).any()):
+        raise MethodError("no_class_counts", "class-weighted teachers need class counts, and every count is zero")
+    return torch.where(totals > 0, counts / totals, 0)
+
+
+def combine_logits(logits: Tensor, how: Combination, temperature: float, class_weights: Tensor | None = None) -> Tensor:
+    """The teacher's soft labels [B,C] from the clients' logits [N,B,C].
+
+    ``mean_logits``: softmax(mean_i z_i / τ), averaged before softening (F_k of FedBiCross; E-FedISCA Eq. 3).
+    ``mean_probs``: mean_i softmax(z_i / τ).
+    ``class_weighted``: Σ_i a(i,c) softmax(z_i / τ)_c, renormalised over classes; a class that nobody has gets 0.
+    """
+    if how == "mean_logits":
+        return soften(logits.mean(0), temperature)
+    if how == "mean_probs":
+        return soften(logits, temperature).mean(0)
+    if how == "class_weighted":
+        if class_weights is None:
+            raise MethodError("no_class_counts", "class-weighted teachers need the clients' class counts")
+        # In logarithms: where each expert is sure of another's class, the products underflow and 0/0 would follow.
+        log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
+        return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
+    assert_never(how)
+
+
+class PersonalLoss(NamedTuple):
+    """L_pers and its terms before weighting, as 0-dim tensors."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    from_cluster: Tensor
+    from_client: Tensor
+
+
+def personal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    cluster_logits: Tensor,
+    client_logits: Tensor,
+    *,
+    temperature: float,
+    gamma: float = 0.5,
+    delta: float = 0.3,
+) -> PersonalLoss:
+    """Eq. 9: CE + γ KL(G_k ‖ f_pers) + δ KL(f_i ‖ f_pers).
+
+    The paper gives this stage no temperature of its own; at 20 with τ² the two KLs act as a regression of the logits
+    and can outweigh CE, which is why it must be said here and why the terms are returned.
+    """
+    cross_entropy = F.cross_entropy(logits, labels)
+    from_cluster = kd_loss(logits, cluster_logits, temperature)
+    from_client = kd_loss(logits, client_logits, temperature)
+    total = cross_entropy + gamma * from_cluster + delta * from_client
+    return PersonalLoss(total, cross_entropy, from_cluster, from_client)
+
+
+def zero_buffers(params: Sequence[Tensor]) -> list[Tensor]:
+    """Momentum buffers for the first `sgd_step`."""
+    return [torch.zeros_like(param) for param in params]
+
+
+def sgd_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """SGD as in torch.optim (no Nesterov, no dampening): b ← m b + g + wd θ, θ ← θ − lr b; returns new (θ, b)."""
+    new_buffers = [
+        momentum * buffer + (grad + weight_decay * param)
+        for param, grad, buffer in zip(params, grads, buffers, strict=True)
+    ]
+    new_params = [param - lr * buffer for param, buffer in zip(params, new_buffers, strict=True)]
+    return new_params, new_buffers
+
+
+def multi_step(progress: float, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> float:
+    """Learning-rate multiplier at `progress` in [0,1): times `factor` from each milestone on (FedISCA: 50 and 75 %)."""
+    return factor ** sum(progress >= milestone for milestone in milestones)
+
+
+def cosine(progress: float) -> float:
+    """Learning-rate multiplier from 1 at progress 0 to 0 at progress 1."""
+    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedbicross.context import Context, Task
+from fedbicross.engine.recipe import Training
+from fedbicross.federation import Client
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real images, or a skip."""
+    folder = Path(os.environ.get("FEDBICROSS_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no real images: set FEDBICROSS_DATA to a folder with MedMNIST files")
+    return folder
+
+
+def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: int = 12, seed: int = 0) -> list[Client]:
+    """Clients whose classes differ in brightness, so that a network learns something in a few steps."""
+    rng = np.random.default_rng(seed)
+    clients = []
+    for index in range(count):
+        labels = rng.integers(0, classes, per_client)
+        images = rng.normal(60 + 60 * labels[:, None, None, None], 25, (per_client, size, size, 3)).clip(0, 255)
+        clients.append(Client(f"client-{index}", images.astype(np.uint8), labels.astype(np.int64)))
+    return clients
+
+
+def tiny_context(classes: int = 3, size: int = 12, model: str = "resnet8", **training: object) -> Context:
+    values = {"recipe": "modern", "epochs": 2, "batch_size": 8, **training}
+    task = Task(tuple(f"class-{c}" for c in range(classes)), size, 3, model)
+    return Context(task, Training(**values))

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from fedbicross.engine.recipe import Training
+
+
+def test_the_default_is_the_papers_recipe() -> None:
+    recipe = Training()
+    assert (recipe.lr, recipe.momentum, recipe.weight_decay) == (1e-3, 0.9, 5e-4)
+    assert (recipe.batch_size, recipe.epochs, recipe.validation) == (128, 100, 0.1)
+    assert (recipe.schedule, recipe.augment, recipe.select) == ("step", False, "best")
+
+
+def test_steps_at_half_and_three_quarters() -> None:
+    rates = [Training().rate(epoch) for epoch in range(100)]
+    assert rates == pytest.approx([1e-3] * 50 + [1e-4] * 25 + [1e-5] * 25)
+
+
+def test_modern_recipe_fills_what_is_not_given() -> None:
+    recipe = Training(recipe="modern", augment=False)
+    assert (recipe.lr, recipe.schedule, recipe.augment) == (1e-2, "cosine", False)
+    assert recipe.rate(0) == pytest.approx(1e-2)
+    assert recipe.rate(50) == pytest.approx(5e-3)
+    assert Training(schedule="constant").rate(99) == 1e-3

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import tiny_clients
+from fedbicross import models
+from fedbicross.context import MemoryStore
+from fedbicross.engine import train as module
+from fedbicross.engine.recipe import Training
+from fedbicross.engine.train import Trained, epoch_batches, split_validation, train, turn_and_mirror
+from fedbicross.seeds import torch_rng
+
+RECIPE = Training(recipe="modern", epochs=4, batch_size=8)
+
+
+def fresh(seed: int = 0) -> torch.nn.Module:
+    model = models.build("resnet8", 3, 3, 12)
+    models.initialise(model, torch_rng(seed, "init"))
+    return model
+
+
+def run(recipe: Training = RECIPE, **options: Any) -> Trained:
+    client = tiny_clients(1)[0]
+    return train(fresh(), "resnet8", client.images, client.labels, None, recipe, seed=0, stream=("t",), **options)
+
+
+def same(a: Trained, b: Trained) -> bool:
+    return all(torch.equal(a.state[name], b.state[name]) for name in a.state) and a.history == b.history
+
+
+def test_learns_and_repeats() -> None:
+    first = run()
+    assert same(first, run())
+    assert first.history[-1]["train_loss"] < first.history[0]["train_loss"]
+    assert (first.train_images, first.val_images) == (22, 2)
+
+
+def test_equals_a_plain_torch_loop() -> None:
+    """The slow obvious version: one batch, no validation, no augmentation, two epochs."""
+    client = tiny_clients(1)[0]
+    recipe = Training(epochs=2, batch_size=64, validation=0.0, lr=0.05)
+    fast = train(fresh(), "resnet8", client.images, client.labels, None, recipe, seed=0, stream=("t",))
+    model = fresh().train()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    x = torch.from_numpy(client.images).permute(0, 3, 1, 2).float() / 255 * 2 - 1
+    for epoch in range(2):
+        for group in optimiser.param_groups:
+            group["lr"] = recipe.rate(epoch)
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), torch.from_numpy(client.labels)).backward()
+        optimiser.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(fast.state[name].float(), value.float(), atol=1e-4), name
+
+
+def test_killed_between_epochs_resumes_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_CHECKPOINTS", -1.0)
+    whole = run()
+
+    class Killed(Exception):
+        pass
+
+    def kill(epoch: int, entry: dict[str, Any]) -> None:
+        if epoch == 3:
+            raise Killed
+
+    store = MemoryStore()
+    with pytest.raises(Killed):
+        run(store=store, checkpoint="c", on_epoch=kill)
+    assert store.load("c") is not None
+    seen: list[int] = []
+    again = run(store=store, checkpoint="c", on_epoch=lambda epoch, entry: seen.append(epoch))
+    assert seen == [3, 4]
+    assert same(whole, again)
+    assert store.load("c") is None
+
+
+def test_pack_round_trip() -> None:
+    trained = run()
+    assert same(trained, Trained.unpack(trained.pack()))
+
+
+def test_best_epoch_is_kept_and_last_on_request() -> None:
+    last = run(RECIPE.model_copy(update={"select": "last"}))
+    assert last.best_epoch == 4
+    best = run()
+    scores = [(e["val_accuracy"], -e["val_loss"]) for e in best.history]
+    assert best.best_epoch == 1 + scores.index(max(scores))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 17])
+def test_batches_cover_everything_once_and_never_hold_one_image(count: int) -> None:
+    batches = epoch_batches(count, 8, np.random.default_rng(0))
+    assert all(len(batch) >= 2 for batch in batches)
+    if count > 1:
+        assert sorted(np.concatenate(batches)) == list(range(count))
+
+
+@pytest.mark.parametrize("model", ["resnet8", "vgg8", "wrn16_2", "cnn"])
+def test_one_image_trains_without_nan(model: str) -> None:
+    network = models.build(model, 3, 3, 12)
+    models.initialise(network, torch_rng(0, "init"))
+    image = np.full((1, 12, 12, 3), 9, np.uint8)
+    trained = train(network, model, image, np.array([1]), None, RECIPE, seed=0, stream=("t",))
+    assert all(torch.isfinite(value.float()).all() for value in trained.state.values())
+    assert (trained.train_images, trained.val_images) == (1, 0)
+
+
+def test_validation_split_keeps_patients_whole() -> None:
+    rng = np.random.default_rng(0)
+    patients = rng.integers(0, 9, 60).astype(str)
+    train_rows, val_rows = split_validation(np.zeros(60, int), patients, 0.3, rng)
+    assert sorted([*train_rows, *val_rows]) == list(range(60))
+    assert not set(patients[train_rows]) & set(patients[val_rows])
+    assert 0 < len(val_rows) <= 18
+
+
+def test_validation_split_with_one_patient_trains_on_it() -> None:
+    rows, held = split_validation(np.zeros(20, int), np.full(20, "p"), 0.5, np.random.default_rng(0))
+    assert (len(rows), len(held)) == (20, 0)
+
+
+def test_symmetries_are_the_eight_of_the_square() -> None:
+    image = torch.arange(9.0).reshape(1, 1, 3, 3)
+    expected = {
+        tuple(torch.rot90(side, turns, dims=(2, 3)).flatten().tolist())
+        for side in (image, image.flip(3))
+        for turns in range(4)
+    }
+    out = turn_and_mirror(image.repeat(200, 1, 1, 1), np.random.default_rng(0))
+    assert {tuple(row.flatten().tolist()) for row in out} == expected

@@ -1,0 +1,49 @@
+"""The torch-free face of fedbicross.models."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fedbicross import models
+from fedbicross.errors import ConfigError
+
+
+def test_importing_and_checking_names_needs_no_torch():
+    code = (
+        "import sys, fedbicross.models as m; m.check('resnet8', 1, 2, 28); m.info('cnn');"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_name_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'resnet18'") as caught:
+        models.build("resnet_18", 3, 10, 28)
+    assert caught.value.code == "unknown_model"
+
+
+def test_hopeless_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="known: cnn, resnet18"):
+        models.info("transformer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("vgg8", 1, 2, 7), "image_too_small"),
+        (("cnn", 1, 2, 0), "image_too_small"),
+        (("cnn", 2, 2, 28), "bad_channels"),
+        (("cnn", 1, 1, 28), "bad_classes"),
+    ],
+)
+@pytest.mark.parametrize("function", [models.build, models.forward_flops, models.num_parameters])
+def test_impossible_sizes_are_refused(function, arguments, code):
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    assert caught.value.code == code
+
+
+def test_descriptions_are_one_line():
+    for name, info in models.MODELS.items():
+        assert info.description and "\n" not in info.description, name

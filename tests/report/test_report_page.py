@@ -1,0 +1,222 @@
+"""The page: well-formed, self-contained, deterministic, safe against its own contents, honest about what is missing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from fedbicross.report.html import render
+
+VOID = {"meta", "br", "wbr", "img", "hr", "link", "input"}
+METHODS = [("local_only", "baseline", (0.5, 0.9, 0.6)), ("fedbicross", "method", (0.6, 0.8, 0.7))]
+XSS = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "'><iframe src=javascript:alert(1)>",
+    "</title><script>alert(1)</script>",
+    "</style><script>alert(1)</script>",
+    "</svg><script>alert(1)</script>",
+    "]]><script>alert(1)</script>",
+    "--><script>alert(1)</script>",
+    "{{ 7*7 }}{% raw %}",
+    "&lt;script&gt;alert(1)&lt;/script&gt;",
+    "javascript:alert(1)",
+    '" autofocus onfocus="alert(1)',
+    "\u202e<b>\x00\x08\ud800</b>",
+    "<a href='http://evil.example'>x</a><style>@import 'http://evil.example'</style>",
+]
+
+
+class Checker(HTMLParser):
+    """Balanced tags, unique ids, no script, no handler, no remote resource."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.stack, self.ids, self.tags, self.problems, self.text, self.links = [], set(), set(), [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.stack.append(tag)
+        for name, value in attrs:
+            if name == "id" and value in self.ids:
+                self.problems.append(f"id {value} twice")
+            if name == "id":
+                self.ids.add(value)
+            if name.startswith("on") or name in ("srcset", "action", "formaction", "srcdoc"):
+                self.problems.append(f"attribute {name}")
+            if name in ("src", "href", "xlink:href"):
+                self.links.append(value)
+                if not value.startswith(("#", "data:image/png;base64,")):
+                    self.problems.append(f"{name}={value}")
+
+    def handle_endtag(self, tag):
+        if not self.stack or self.stack.pop() != tag:
+            self.problems.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def check(page):
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.problems == []
+    assert checker.stack == []
+    assert not checker.tags & {"script", "iframe", "object", "embed", "link", "base", "form"}
+    styles = " ".join(re.findall(r"<style>.*?</style>", page, re.S) + re.findall(r'style="[^"]*"', page))
+    assert "url(" not in styles and "@import" not in styles
+    assert {link[1:] for link in checker.links if link.startswith("#")} <= checker.ids
+    assert not re.search(r"(?<![\w-])(nan|inf)(?![\w-])", " ".join(re.findall(r'(?:x|y|d|points)="[^"]*"', page)))
+    return " ".join("".join(checker.text).split())
+
+
+@pytest.mark.parametrize(("seeds", "clients"), [(1, 1), (1, 5), (3, 5), (1, 100)])
+def test_page_is_well_formed_and_self_contained(make_results, seeds, clients):
+    page = render(make_results(seeds=seeds, clients=clients))
+    text = check(page)
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
+    assert "Not a medical device" in text
+    assert "upper bound: pools the data, not federated" in text
+    assert len(page) < 1_500_000
+
+
+def test_page_has_every_section(make_results):
+    page = render(make_results())
+    found = re.findall(r'<section id="([^"]+)"', page)
+    sections = ["verdict", "results", "holdings", "gains", "confusion", "training", "costs", "leaves", "diagnosis"]
+    assert found == [*sections, "provenance"]
+    text = check(page)
+    assert text.index("Under the matched protocol") < text.index("Results under three protocols")
+    for expected in (
+        "model weights, batch-norm statistics",
+        "two clusters have one member each",
+        "2 warnings",
+        "0f0f0f",
+    ):
+        assert expected in text
+    assert "loses to local-only by" in text and "harms 5 of 5 clients" in text
+
+
+def test_same_input_same_bytes(make_results):
+    results = make_results(seeds=2)
+    untouched = copy.deepcopy(results)
+    assert render(results) == render(copy.deepcopy(results))
+    assert json.dumps(results) == json.dumps(untouched)
+
+
+def test_same_bytes_in_another_process(make_results, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(make_results()))
+    code = "import sys, json; from fedbicross.report.html import render; r = json.load(open(sys.argv[1]));"
+    code += "sys.stdout.buffer.write(render(r).encode()); assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, tmp_path / "r.json"], capture_output=True, check=True)
+    assert run.stdout.decode() == render(json.loads((tmp_path / "r.json").read_text()))
+
+
+@pytest.mark.parametrize("attack", XSS)
+def test_user_strings_are_shown_not_run(make_results, attack):
+    results = hostile(make_results(clients=2, epochs=3), attack)
+    page = render(results)
+    check(page)
+    assert "<script" not in page and "onerror=alert(1)>" not in page
+    assert "\x00" not in page and "\u202e" not in page
+    page.encode("utf-8")
+
+
+def hostile(results, attack):
+    """The attack in every place that holds a user's or a method's words."""
+    text = json.dumps(results)
+    for word in ("client-0", "basophil", "demo", "cells", "fedbicross:uniform", "two clusters have one member each"):
+        text = text.replace(json.dumps(word), json.dumps(attack))
+    for word in (
+        "Inversion losses",
+        "Cross-cluster weights w",
+        "Clusters",
+        "Synthesised images",
+        "silhouette",
+        "CE",
+        "G_1",
+    ):
+        text = text.replace(json.dumps(word), json.dumps(attack))
+    found = json.loads(text)
+    found["config"] |= {attack: attack}
+    found["versions"] |= {attack: attack}
+    found["dataset"] |= {"note": attack, "digest": attack}
+    found["partition_sha256"] = attack
+    for row in found["rows"]:
+        row["leaves_the_hospital"] = attack
+    return found
+
+
+def test_very_long_names_are_cut(make_results):
+    results = hostile(make_results(), "x" * 10_000)
+    page = render(results)
+    check(page)
+    assert "x" * 1000 not in page
+    assert "xxx…" in page
+    assert len(page) < 700_000
+
+
+def test_partial_run_says_so(make_results):
+    assert "This run is not finished" in check(render(make_results(complete=False)))
+    assert "not finished" not in check(render(make_results()))
+
+
+def test_odd_numbers_are_shown_as_not_available(make_results):
+    results = make_results()
+    for row in results["rows"]:
+        row["accuracy"] = {"global": float("nan"), "matched": None, "label_set": float("inf")}
+        row["seconds"], row["upload_bytes"] = float("-inf"), 10**400
+        row["clients"][0]["gain_over_local"]["matched"] = float("nan")
+        row["clients"][1]["confusion"] = None
+    results["training"]["0"]["client-0"]["history"][3] |= {"val_accuracy": None, "train_loss": float("nan")}
+    text = check(render(results))
+    assert "n/a" in text and not re.search(r"\b(nan|inf|None|null)\b", text.split("Configuration")[0])
+
+
+@pytest.mark.parametrize("part", ["dataset", "clients", "rows", "training", "warnings", "config", "versions"])
+@pytest.mark.parametrize("value", ["missing", None, [], {}, "text", 3, [None, 1]])
+def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
+    results = make_results(clients=2, epochs=2)
+    del results[part]
+    if value != "missing":
+        results[part] = value
+    check(render(results))
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "text", [{"client": {}}], {"a": [1]}])
+def test_misshapen_rows_leave_a_page(make_results, value):
+    # A local row stays whole; every other row has one broken field, so that one page tries many of them.
+    local, row = make_results(clients=2, epochs=2, methods=METHODS)["rows"]
+    fields = [field for field in row if field not in ("method", "seed")]
+    rows = [row | {field: value, "method": f"without {field}"} for field in fields]
+    rows += [row | {"clients": [row["clients"][0] | {field: value}], "method": field} for field in row["clients"][0]]
+    check(render(make_results(clients=2, epochs=2, methods=METHODS) | {"rows": [local, row | {"seed": value}, *rows]}))
+
+
+def test_no_rows_at_all(make_results):
+    text = check(render(make_results(methods=[])))
+    assert "cannot be said" in text
+
+
+def test_many_classes_and_clients_stay_small(make_results):
+    page = render(make_results(clients=300, epochs=2, methods=METHODS))
+    assert "200 of 300 clients are drawn" in check(page)
+    page = render(make_results(clients=2, classes=[f"class number {i}" for i in range(100)], epochs=2, methods=METHODS))
+    check(page)
+    assert len(page) < 4_000_000
+
+
+def test_excluded_clients_are_named(make_results):
+    results = make_results()
+    results["clients"]["0"][2]["excluded"] = True
+    assert "Excluded from this run (1 client): client-2." in check(render(results))

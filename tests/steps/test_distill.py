@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedbicross.errors import MethodError
+from fedbicross.steps import distill
+
+from .tiny import noise
+
+
+def slow_softmax(row, temperature):
+    exponentials = [math.exp(value / temperature) for value in row]
+    return [e / sum(exponentials) for e in exponentials]
+
+
+def slow_kl(teacher_rows, student_rows, temperature):
+    total = 0.0
+    for teacher, student in zip(teacher_rows, student_rows, strict=True):
+        q = slow_softmax(student, temperature)
+        total += sum(p * (math.log(p) - math.log(q[c])) for c, p in enumerate(teacher) if p > 0)
+    return temperature**2 * total / len(teacher_rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 20.0])
+def test_kd_loss_equals_loops(temperature):
+    student, teacher = noise(4, 3, seed=1) * 3, noise(4, 3, seed=2) * 3
+    rows = [slow_softmax(row, temperature) for row in teacher.tolist()]
+    expected = slow_kl(rows, student.tolist(), temperature)
+    assert distill.kd_loss(student, teacher, temperature).item() == pytest.approx(expected, abs=1e-10)
+    soft = distill.soften(teacher, temperature)
+    assert distill.soft_kd_loss(student, soft, temperature).item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_kd_loss_is_zero_at_the_teacher_and_accepts_hard_labels():
+    teacher = noise(4, 3)
+    assert distill.kd_loss(teacher, teacher, 20).item() == pytest.approx(0, abs=1e-10)
+    hard = torch.eye(3, dtype=torch.float64)
+    assert distill.soft_kd_loss(noise(3, 3), hard, 1).item() == pytest.approx(
+        F.cross_entropy(noise(3, 3), torch.arange(3)).item()
+    )
+
+
+def test_tau_squared_keeps_the_gradient_at_the_size_of_a_logit_regression():
+    student = noise(4, 3, seed=3).requires_grad_(True)
+    teacher = noise(4, 3, seed=4)
+    (gradient,) = torch.autograd.grad(distill.kd_loss(student, teacher, 1e4), student)
+    centred = (student - teacher) - (student - teacher).mean(1, keepdim=True)
+    torch.testing.assert_close(gradient, (centred / 3 / 4).detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_noise_level_end_points():
+    assert distill.noise_level(500, 500) == 0
+    assert distill.noise_level(0, 500) == 1
+    assert distill.noise_level(1, 500, "released") == 1
+    assert distill.noise_level(500, 500, "released") == pytest.approx(1 / 500)
+
+
+def test_mixed_loss_end_points_and_middle():
+    student, original, adapted = noise(4, 3, seed=1), noise(4, 3, seed=2), noise(4, 3, seed=3)
+    soft_original, soft_adapted = distill.soften(original, 20), distill.soften(adapted, 20)
+    from_original, from_adapted = distill.kd_loss(student, original, 20), distill.kd_loss(student, adapted, 20)
+    for lam in (0.0, 0.25, 1.0):
+        mixed = distill.mixed_kd_loss(student, soft_original, soft_adapted, lam, 20)
+        torch.testing.assert_close(mixed, lam * from_adapted + (1 - lam) * from_original)
+
+
+def test_combinations_equal_loops():
+    logits = noise(2, 3, 4) * 2
+    counts = torch.tensor([[3, 0, 1, 0], [1, 5, 1, 0]])
+    weights = distill.class_weights(counts)
+    assert weights.tolist() == [[0.75, 0.0, 0.5, 0.0], [0.25, 1.0, 0.5, 0.0]]
+    mean_logits = distill.combine_logits(logits, "mean_logits", 5.0)
+    mean_probs = distill.combine_logits(logits, "mean_probs", 5.0)
+    weighted = distill.combine_logits(logits, "class_weighted", 5.0, weights)
+    for b in range(3):
+        softened = [slow_softmax(logits[i, b].tolist(), 5.0) for i in range(2)]
+        assert mean_logits[b].tolist() == pytest.approx(slow_softmax(logits[:, b].mean(0).tolist(), 5.0))
+        assert mean_probs[b].tolist() == pytest.approx([(softened[0][c] + softened[1][c]) / 2 for c in range(4)])
+        raw = [sum(weights[i, c].item() * softened[i][c] for i in range(2)) for c in range(4)]
+        assert weighted[b].tolist() == pytest.approx([value / sum(raw) for value in raw])
+        assert weighted[b, 3] == 0
+
+
+def test_class_weighting_survives_underflow():
+    logits = torch.tensor([[[0.0, 500.0]], [[500.0, 0.0]]])
+    weights = distill.class_weights(torch.tensor([[5, 0], [0, 5]]))
+    assert distill.combine_logits(logits, "class_weighted", 1.0, weights).tolist() == [[0.5, 0.5]]
+
+
+def test_class_weighting_needs_counts():
+    with pytest.raises(MethodError, match="no_class_counts"):
+        distill.combine_logits(noise(2, 3, 4), "class_weighted", 1.0)
+    with pytest.raises(MethodError, match="no_class_counts"):
+        distill.class_weights(torch.zeros(2, 3))
+    assert distill.class_weights(torch.tensor([[0.5, -1.0], [0.5, 2.0]])).tolist() == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def test_unknown_choices_fail_loudly():
+    with pytest.raises(AssertionError):
+        distill.combine_logits(noise(2, 3, 4), "median", 1.0)  # type: ignore[arg-type]
+
+
+def test_personal_loss_is_equation_9():
+    mine, cluster, client = noise(4, 3, seed=1), noise(4, 3, seed=2), noise(4, 3, seed=3)
+    labels = torch.tensor([0, 2, 1, 0])
+    loss = distill.personal_loss(mine, labels, cluster, client, temperature=2.0)
+    log_probs = [[math.log(p) for p in slow_softmax(row, 1.0)] for row in mine.tolist()]
+    cross_entropy = -sum(log_probs[b][labels[b]] for b in range(4)) / 4
+    from_cluster = slow_kl([slow_softmax(r, 2.0) for r in cluster.tolist()], mine.tolist(), 2.0)
+    from_client = slow_kl([slow_softmax(r, 2.0) for r in client.tolist()], mine.tolist(), 2.0)
+    assert loss.total.item() == pytest.approx(cross_entropy + 0.5 * from_cluster + 0.3 * from_client)
+    assert loss.from_cluster.item() == pytest.approx(from_cluster)
+    assert loss.from_client.item() == pytest.approx(from_client)
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 5e-4)])
+def test_sgd_equals_torch(momentum, weight_decay):
+    params = [noise(3, 2), noise(4)]
+    reference = [nn.Parameter(p.clone()) for p in params]
+    optimizer = torch.optim.SGD(reference, lr=0.1, momentum=momentum, weight_decay=weight_decay)
+    buffers = distill.zero_buffers(params)
+    for step in range(6):
+        grads = [noise(3, 2, seed=step), noise(4, seed=50 + step)]
+        for parameter, grad in zip(reference, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+        params, buffers = distill.sgd_step(params, grads, buffers, 0.1, momentum, weight_decay)
+    for mine, theirs in zip(params, reference, strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-14)
+
+
+def test_sgd_is_pure():
+    params, buffers = [noise(3)], [noise(3, seed=1)]
+    kept = [params[0].clone(), buffers[0].clone()]
+    distill.sgd_step(params, [noise(3, seed=2)], buffers, 0.1, 0.9, 0.1)
+    assert torch.equal(params[0], kept[0]) and torch.equal(buffers[0], kept[1])
+
+
+def test_schedules():
+    assert [distill.multi_step(p) for p in (0.0, 0.49, 0.5, 0.74, 0.75, 0.99)] == pytest.approx(
+        [1, 1, 0.1, 0.1, 0.01, 0.01]
+    )
+    assert [distill.cosine(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1, 0.5, 0])

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedbicross.engine.ensemble import Ensemble
+from fedbicross.steps import inversion
+from fedbicross.steps.inversion import Inversion, InversionSettings
+
+from .tiny import no_bn, noise, randomised, tiny_ensemble
+
+SMALL = InversionSettings(steps=6, batch=8)
+
+
+def slow_total_variation(x):
+    sums = [0.0, 0.0, 0.0, 0.0]
+    batch, channels, height, width = x.shape
+    for b in range(batch):
+        for c in range(channels):
+            for i in range(height):
+                for j in range(width):
+                    for k, (di, dj) in enumerate([(0, 1), (1, 0), (1, 1), (1, -1)]):
+                        if i + di < height and 0 <= j + dj < width:
+                            sums[k] += float(x[b, c, i + di, j + dj] - x[b, c, i, j]) ** 2
+    return sum(math.sqrt(s) for s in sums)
+
+
+def test_total_variation_equals_loops():
+    x = noise(2, 2, 4, 5)
+    assert inversion.total_variation(x).item() == pytest.approx(slow_total_variation(x), abs=1e-10)
+    assert inversion.total_variation(torch.full((2, 1, 3, 3), 0.7)).item() == 0
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 7), st.integers(1, 7))
+@settings(max_examples=40, deadline=None)
+def test_circular_shift_is_roll(dy, dx, height, width):
+    x = noise(2, 1, height, width)
+    assert torch.equal(inversion.circular_shift(x, torch.tensor([dy, dx])), torch.roll(x, (dy, dx), (2, 3)))
+
+
+def test_cross_entropies():
+    logits, labels = noise(3, 5, 4), torch.tensor([0, 1, 2, 3, 0])
+    mean = sum(logits) / 3
+    expected = sum(-F.log_softmax(mean[b], 0)[labels[b]] for b in range(5)) / 5
+    assert torch.allclose(inversion.ensemble_cross_entropy(logits, labels, "mean_logits"), expected)
+    expected = sum(-F.log_softmax(logits[i, b], 0)[labels[b]] for i in range(3) for b in range(5)) / 15
+    assert torch.allclose(inversion.ensemble_cross_entropy(logits, labels, "mean_ce"), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_inversion_loss_is_the_weighted_sum(reduction):
+    models = [randomised(no_bn(), 5)]
+    ensemble = Ensemble(models)
+    both = tiny_ensemble(2)
+    chosen = InversionSettings(bn_reduction=reduction, alpha_tv=0.3, alpha_bn=7.0)
+    x, labels = noise(8, 3, 6, 6), inversion.balanced_labels(8, 4)
+    loss = inversion.inversion_loss(both, x, labels, chosen)
+    _, bn = both.logits_and_bn_loss(x)
+    expected_bn = bn.mean() if reduction == "mean" else bn.sum()
+    expected = F.cross_entropy(both.logits(x).mean(0), labels) + 0.3 * inversion.total_variation(x) + 7 * expected_bn
+    torch.testing.assert_close(loss.total, expected)
+    torch.testing.assert_close(loss.batch_norm, expected_bn)
+    assert inversion.inversion_loss(ensemble, x, labels, chosen).batch_norm == 0
+
+
+def test_bn_mean_is_over_clients_that_have_bn():
+    losses = torch.tensor([2.0, 0.0, 4.0])
+    assert inversion.reduce_bn_loss(losses, [True, False, True], "mean") == 3
+    assert inversion.reduce_bn_loss(losses, [True, False, True], "sum") == 6
+    assert inversion.reduce_bn_loss(torch.zeros(2), [False, False], "mean") == 0
+
+
+def test_labels_are_balanced_and_cyclic():
+    assert inversion.balanced_labels(7, 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adam_equals_torch(dtype):
+    x = noise(3, 4).to(dtype)
+    reference = nn.Parameter(x.clone())
+    optimizer = torch.optim.Adam([reference], lr=5e-2)
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    for t in range(1, 30):
+        gradient = noise(3, 4, seed=t).to(dtype)
+        reference.grad = gradient.clone()
+        optimizer.step()
+        x, first, second = inversion.adam_step(x, gradient, first, second, torch.tensor(t), 5e-2)
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, reference.detach(), rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def start(seed=0, chosen=SMALL, ensemble=None):
+    labels = inversion.balanced_labels(8, 4)
+    generator = torch.Generator().manual_seed(seed)
+    return Inversion.start(ensemble or tiny_ensemble(2), labels, (3, 6, 6), chosen, generator, torch.float64)
+
+
+def test_steps_equal_a_plain_loop_with_torch_adam_and_roll():
+    ensemble = tiny_ensemble(2)
+    run = start(ensemble=ensemble)
+    state = run.tensors()
+    x = nn.Parameter(state["images"].clone())
+    optimizer = torch.optim.Adam([x], lr=SMALL.lr)
+    for t in range(SMALL.steps):
+        dy, dx = state["offsets"][t].tolist()
+        loss = inversion.inversion_loss(ensemble, torch.roll(x, (dy, dx), (2, 3)), state["labels"], SMALL)
+        optimizer.zero_grad()
+        loss.total.backward()
+        optimizer.step()
+        terms = run.step()
+        torch.testing.assert_close(terms.total, loss.total.detach())
+        assert not terms.total.requires_grad
+    torch.testing.assert_close(run.images, x.detach(), rtol=0, atol=1e-10)
+    assert run.t == SMALL.steps
+    with pytest.raises(ValueError, match="done"):
+        run.step()
+
+
+def test_synthesis_lowers_the_loss():
+    run = start(chosen=InversionSettings(steps=60, batch=8))
+    losses = [run.step().total.item() for _ in range(60)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_offsets_cover_the_reach_and_no_more():
+    run = start(chosen=InversionSettings(steps=400, batch=8))
+    assert sorted(run.tensors()["offsets"].unique().tolist()) == [-2, -1, 0, 1, 2]
+    still = start(chosen=InversionSettings(steps=4, batch=8, jitter=0))
+    assert still.tensors()["offsets"].abs().sum() == 0
+
+
+def test_kept_images_do_not_change_with_later_steps():
+    run = start()
+    run.step()
+    kept, copy = run.images, run.images.clone()
+    run.step()
+    assert torch.equal(kept, copy)
+
+
+def test_a_stopped_run_continues_to_the_same_bytes():
+    straight = start()
+    for _ in range(SMALL.steps):
+        straight.step()
+    stopped = start()
+    for _ in range(2):
+        stopped.step()
+    saved = {name: tensor.clone() for name, tensor in stopped.tensors().items()}
+    resumed = Inversion.from_tensors(tiny_ensemble(2), SMALL, saved)
+    assert resumed.t == 2
+    for _ in range(SMALL.steps - 2):
+        resumed.step()
+    for name, tensor in straight.tensors().items():
+        assert torch.equal(tensor, resumed.tensors()[name]), name
+
+
+def test_a_run_needs_no_grad_mode_and_leaves_the_global_generator_alone():
+    ensemble = tiny_ensemble(2)  # building layers does use the global generator
+    before = torch.random.get_rng_state()
+    with torch.no_grad():
+        start(ensemble=ensemble).step()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_labels_must_fit_the_batch():
+    with pytest.raises(ValueError, match="7 labels"):
+        Inversion.start(
+            tiny_ensemble(1), inversion.balanced_labels(7, 4), (3, 6, 6), SMALL, torch.Generator().manual_seed(0)
+        )
+
+
+def test_structure_tells_noise_from_smooth_images():
+    white = noise(64, 3, 28, 28)
+    assert abs(inversion.structure(white).item()) < 0.02
+    grid = torch.linspace(0, 3, 28, dtype=torch.float64)
+    smooth = torch.sin(grid[:, None] + noise(8, 3, 1, 1)) * torch.cos(grid[None, :])
+    assert inversion.structure(smooth).item() > 0.8
+    assert inversion.structure(torch.ones(2, 1, 5, 5)).item() == 0
+    half = inversion.structure(white + 2 * F.avg_pool2d(white, 5, 1, 2) * 5)
+    assert 0.2 < half.item() < 0.95

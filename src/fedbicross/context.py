@@ -162,6 +162,8 @@ class Context:
     progress: Progress = field(default_factory=Silent)
     record: Record = field(default_factory=Record)
     event: Callable[..., None] = _no_event
+    seconds_between_stages: float = 30.0
+    _last_save: float = field(default_factory=time.monotonic)
     training_seconds: float = 0.0  # spent in local_model(), which methods share, so that no method is charged alone
 
     def rng(self, *names: str) -> np.random.Generator:
@@ -199,6 +201,14 @@ class Context:
         from fedbicross.bundle import pack
 
         self.store.save(self._stage(name), pack("stage", tensors, info))
+
+    def save_stage_when_due(
+        self, name: str, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+    ) -> None:
+        """Checkpoint now and then: often enough to lose little, rarely enough to cost little."""
+        if time.monotonic() - self._last_save >= self.seconds_between_stages:
+            self.save_stage(name, *state())
+            self._last_save = time.monotonic()
 
     def drop_stages(self) -> None:
         """Forget this method's checkpoints."""

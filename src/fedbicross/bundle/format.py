@@ -65,6 +65,17 @@ def unpack(data: bytes, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, manifest
 
 
+def join_groups(**groups: Tensors) -> dict[str, Tensor]:
+    """Several dicts of tensors as one: ``student|head.weight`` and so on."""
+    return {f"{group}|{name}": value for group, tensors in groups.items() for name, value in tensors.items()}
+
+
+def take_group(tensors: Tensors, group: str) -> dict[str, Tensor]:
+    """One of the dicts that ``join_groups`` put together."""
+    prefix = f"{group}|"
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def _read_manifest(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
     if len(data) < 8:
         raise UploadError("too_short", f"{len(data)} bytes are no bundle")

@@ -1,21 +1,38 @@
-"""The command line: one file a verb. Exit codes: 0 fine, 2 configuration, 3 data, 4 run folder, 5 upload, 6 method,
-1 anything unexpected, 130 stopped by the user."""
+"""The command line: one file a verb. Exit codes: 0 fine, 2 configuration or usage, 3 data, 4 run folder, 5 upload,
+6 method, 1 anything unexpected, 130 stopped by the user."""
 
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
+
+STOPPED = 130
 
 
 def main() -> None:
     """Entry point: an expected error is one line on standard error and its exit code."""
-    from fedbicross.cli.app import app
+    from fedbicross.cli.app import UsageError, app
     from fedbicross.errors import FedBiCrossError
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without our letters shows "?" rather than fail a finished run
+            stream.reconfigure(errors="replace")
     try:
-        app()
+        status = app(prog_name="fedbicross", standalone_mode=False)
     except FedBiCrossError as error:
-        print(str(error).replace("\n", " "), file=sys.stderr)
-        raise SystemExit(error.exit_status) from None
+        _fail(str(error), error.exit_status)
+    except UsageError as error:
+        if "\n" in error.format_message():  # no command at all: the message is the whole help
+            error.show()
+            raise SystemExit(error.exit_code) from None
+        _fail(f"error[usage]: {error.format_message()}", error.exit_code)
     except KeyboardInterrupt:
-        print("stopped; `fedbicross resume DIR` continues the run", file=sys.stderr)
-        raise SystemExit(130) from None
+        status = STOPPED
+    if status == STOPPED:  # also typer's own answer to Ctrl-C
+        _fail("stopped; `fedbicross resume DIR` continues a run, the same command again a download", STOPPED)
+    raise SystemExit(status or 0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(" ".join(message.splitlines()), file=sys.stderr)
+    raise SystemExit(status) from None

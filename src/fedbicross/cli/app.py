@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedbicross.cli import data, demo, listing, report, resume, run, validate
+
+# Base of every complaint about the words typed. Typer lost its public name for it when it took click in.
+UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="fedbicross",

@@ -53,6 +53,7 @@ def show(
 
     from fedbicross.cli.show import print_json
     from fedbicross.data import load_dataset
+    from fedbicross.errors import DataError
 
     dataset = load_dataset(name, data_dir=data_dir, image_size=size)
     counts = {
@@ -60,9 +61,12 @@ def show(
         for split, part in (("train", dataset.train), ("test", dataset.test))
     }
     if grid is not None:
-        from fedbicross.report.images import write_class_grid
+        from fedbicross.engine.images import write_class_grid
 
-        write_class_grid(dataset.train.images, dataset.train.labels, len(dataset.classes), grid)
+        try:
+            write_class_grid(dataset.train.images, dataset.train.labels, len(dataset.classes), grid)
+        except OSError as error:
+            raise DataError("cannot_write", f"cannot write {grid}: {error.strerror}") from None
     if json:
         shape = {"image_size": dataset.image_size, "channels": dataset.channels}
         print_json({"name": dataset.name, "classes": list(dataset.classes), **shape, **counts, "note": dataset.note})

@@ -29,6 +29,7 @@ def run(
 ) -> None:
     """Run methods on simulated hospitals; writes results.json and report.html."""
     from fedbicross.cli.show import run_and_report
+    from fedbicross.errors import ConfigError
     from fedbicross.runs.config import QUICK, load_config
 
     flags: dict[str, Any] = {
@@ -44,12 +45,19 @@ def run(
         "name": None if out is None else out.name,
     }
     loaded = load_config(config, _given(flags), assign or [], quick)
+    if out is None and not _is_folder_name(loaded.name):
+        raise ConfigError("name", f"name: {loaded.name!r} is no name for a folder in runs/; change it or give --out")
     if quick:
         typer.echo(f"quick settings (indicative only): {QUICK}", err=True)
     from fedbicross.runs import runner
 
     folder = out or Path("runs") / loaded.name
     run_and_report(lambda progress: runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
+
+
+def _is_folder_name(name: str) -> bool:
+    """A configuration from elsewhere must not choose where it is written."""
+    return name == Path(name).name and name not in ("", "..") and name.isprintable()
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:

@@ -35,11 +35,13 @@ def print_results(results: Mapping[str, Any], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from fedbicross.report.tables import HEADER, result_table
 
     columns = [number for number, title in enumerate(HEADER) if title != "verdict"]  # the report has it in full
-    table = Table(title=f"{results['name']}: accuracy in %, mean over clients", title_justify="left")
+    title = Text(f"{results['name']}: accuracy in %, mean over clients")  # a name is no markup
+    table = Table(title=title, title_justify="left")
     for number in columns:
         table.add_column(HEADER[number], justify="left" if number == 0 else "right", no_wrap=number == 0)
     for cells in result_table(results):

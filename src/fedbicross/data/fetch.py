@@ -49,11 +49,30 @@ def fetch(
     if not url.startswith(("https://", "http://")):
         raise ConfigError("bad_url", f"only http and https addresses can be fetched, not {url!r}")
     target = Path(data_dir) / info.file_name(size)
-    if target.exists():
-        if problem := _checksum_problem(target, md5, sha256 or _recorded(target)):
-            raise DataError("file_differs", f"{target} exists but {problem}; move it away to download it again")
+    try:
+        if target.exists():
+            if problem := _checksum_problem(target, md5, sha256 or _recorded(target)):
+                raise DataError("file_differs", f"{target} exists but {problem}; move it away to download it again")
+        else:
+            _fetch_new(url, target, md5, sha256, timeout, max_bytes, progress)
         _record(target)
-        return target
+    except OSError as error:
+        raise DataError(
+            "cannot_write", f"cannot write {target}: {error.strerror}; it will continue if run again"
+        ) from error
+    return target
+
+
+def _fetch_new(
+    url: str,
+    target: Path,
+    md5: str | None,
+    sha256: str | None,
+    timeout: float,
+    max_bytes: int,
+    progress: Progress | None,
+) -> None:
+    """Download beside ``target``, check, and only then give the final name."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     _download(url, part, target, timeout, max_bytes, progress)
@@ -64,8 +83,6 @@ def fetch(
         part.unlink()
         raise DataError("corrupt_file", f"what {url} sent is not an .npz file; it was deleted")
     part.replace(target)
-    _record(target)
-    return target
 
 
 def _download(url: str, part: Path, target: Path, timeout: float, max_bytes: int, progress: Progress | None) -> None:
@@ -86,6 +103,8 @@ def _download(url: str, part: Path, target: Path, timeout: float, max_bytes: int
                 _download(url, part, target, timeout, max_bytes, progress)
             return
         raise DataError("http_error", f"the server answered {error.code} {error.reason}; {by_hand}") from error
+    except (http.client.InvalidURL, ValueError) as error:
+        raise ConfigError("bad_url", f"{url!r} is no address ({error})") from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         reason = getattr(error, "reason", error)
         raise DataError("offline", f"{url} cannot be reached ({reason}); {by_hand}") from error
@@ -97,18 +116,23 @@ def _download(url: str, part: Path, target: Path, timeout: float, max_bytes: int
         with part.open("r+b" if start else "wb") as stream:
             stream.seek(start)
             done = start
-            try:
-                while done <= max_bytes and (block := response.read(_BLOCK)):
-                    done += stream.write(block)
-                    if progress:
-                        progress(done, total)
-            except (http.client.HTTPException, OSError) as error:
-                raise _interrupted(part, done, total) from error
+            while done <= max_bytes and (block := _read(response, part, done, total)):
+                done += stream.write(block)
+                if progress:
+                    progress(done, total)
     if done > max_bytes:
         part.unlink()
         raise DataError("too_large", f"{target.name} is larger than the limit of {max_bytes:,} bytes; it was deleted")
     if total is not None and done < total:
         raise _interrupted(part, done, total)
+
+
+def _read(response: Any, part: Path, done: int, total: int | None) -> bytes:
+    """The next block; only the network is to blame here, not the disk."""
+    try:
+        return bytes(response.read(_BLOCK))
+    except (http.client.HTTPException, OSError) as error:
+        raise _interrupted(part, done, total) from error
 
 
 def _interrupted(part: Path, done: int, total: int | None) -> DataError:
@@ -165,5 +189,5 @@ def _record(target: Path) -> None:
 def _recorded(target: Path) -> str | None:
     if not _sidecar(target).exists():
         return None
-    words = _sidecar(target).read_text(encoding="utf-8").split()
+    words = _sidecar(target).read_text(encoding="utf-8", errors="replace").split()
     return words[0] if words else None

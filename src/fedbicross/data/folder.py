@@ -158,6 +158,11 @@ def _load(
     classes = tuple(sorted({entry.label for entry in entries}))
     if len(classes) < 2:
         raise DataError("one_class", f"{name}: only one class found ({classes[0]!r}); at least two are needed")
+    for label in classes:
+        if (
+            not label.isprintable()
+        ):  # also what a file name in another encoding becomes, which cannot be written as UTF-8
+            raise DataError("bad_name", f"{name}: the class name {label!r} is not plain text; rename it")
     labels = np.array([classes.index(entry.label) for entry in entries], np.int64)
     patients = _column([entry.patient for entry in entries])
     sites = _column([entry.site for entry in entries])

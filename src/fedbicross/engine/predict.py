@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedbicross import models
+from fedbicross.engine.combine import combine_logits
 from fedbicross.engine.device import autocast, normalise, to_device
 
 if TYPE_CHECKING:
@@ -22,21 +23,6 @@ def load_model(architecture: str, state: dict[str, Tensor], channels: int, class
     model = models.build(architecture, channels, classes, image_size)
     model.load_state_dict(state)
     return model.eval()
-
-
-def combine(logits: Tensor, how: str, class_weights: Tensor | None = None) -> Tensor:
-    """Probabilities [B,C] from the members' logits [N,B,C].
-
-    ``class_weighted`` trusts member i on class c by its share a[i,c] of all training images of that class,
-    then renormalises; a class that no member has seen gets probability 0.
-    """
-    if how == "mean_logits":
-        return logits.mean(0).softmax(-1)
-    if how == "mean_probs":
-        return logits.softmax(-1).mean(0)
-    assert class_weights is not None
-    weighted = (class_weights[:, None, :] * logits.softmax(-1)).sum(0)
-    return weighted / weighted.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
 @torch.no_grad()
@@ -63,7 +49,7 @@ def probabilities(
     parts = []
     for start in range(0, len(images), batch):
         chunk = to_device(images[start : start + batch], device)
-        parts.append(combine(member_logits(networks, chunk, precision), predictor.combine, weights).cpu())
+        parts.append(combine_logits(member_logits(networks, chunk, precision), predictor.combine, 1.0, weights).cpu())
     if not parts:
         parts = [torch.zeros(0, len(task.classes))]
     out: np.ndarray = torch.cat(parts).numpy()

@@ -8,8 +8,11 @@ from typing import Any
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.federation import Method
 from fedbicross.methods.centralised import Centralised
+from fedbicross.methods.e_fedisca import EFedISCA
 from fedbicross.methods.ensemble import Ensemble
 from fedbicross.methods.fedavg import FedAvg
+from fedbicross.methods.fedbicross import FedBiCross
+from fedbicross.methods.fedisca import FedISCA
 from fedbicross.methods.local_only import LocalOnly
 from fedbicross.methods.majority import Majority
 from fedbicross.settings import parse
@@ -20,6 +23,9 @@ METHODS: dict[str, type[Method[Any]]] = {
     "centralised": Centralised,
     "fedavg": FedAvg,
     "ensemble": Ensemble,
+    "fedisca": FedISCA,
+    "e_fedisca": EFedISCA,
+    "fedbicross": FedBiCross,
 }
 
 

@@ -70,12 +70,14 @@ class Ensemble(Method[EnsembleConfig]):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """All networks to everyone, with the class weights n(i,c) / sum_j n(j,c)."""
-        import torch
-
         tensors = pack_states([upload.tensors for upload in uploads])
         if self._weighted:
+            import torch
+
+            from fedbicross.engine.combine import class_weights
+
             counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
-            tensors["class_weights"] = (counts / counts.sum(0).clamp_min(1)).float()
+            tensors["class_weights"] = class_weights(counts).float()
         reply = Reply(tensors, {"architectures": [upload.task.model for upload in uploads]})
         return [reply for _ in uploads]
 

@@ -53,7 +53,7 @@ def write_report(run_dir: Path) -> list[Path]:
 
 def write_atomically(path: Path, content: str) -> None:
     """Replace a file so that a crash leaves the old one or the new one, never half of either."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")  # the prefix by which `resume` clears up after a kill
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:

@@ -7,8 +7,34 @@ from typing import TYPE_CHECKING
 from fedbicross._lazy import lazy_submodules
 
 if TYPE_CHECKING:
-    from fedbicross.steps import adaptation, bilevel, clustering, distill, inversion, noise
+    from fedbicross.steps import (
+        adaptation,
+        bilevel,
+        clustering,
+        diagnosis,
+        distill,
+        inversion,
+        noise,
+        personal,
+        sources,
+        student,
+        teachers,
+        trajectory,
+    )
 
-__all__ = ["adaptation", "bilevel", "clustering", "distill", "inversion", "noise"]
+__all__ = [
+    "adaptation",
+    "bilevel",
+    "clustering",
+    "diagnosis",
+    "distill",
+    "inversion",
+    "noise",
+    "personal",
+    "sources",
+    "student",
+    "teachers",
+    "trajectory",
+]
 
 __getattr__ = lazy_submodules(__name__, __all__)

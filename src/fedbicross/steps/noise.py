@@ -149,6 +149,10 @@ class Memory:
             raise ValueError("the memory is empty")
         return self._batches[self._rank.argsort()[self.size - len(self) :]]
 
+    def qualified(self) -> int:
+        """How many of the stored batches had a loss below the threshold."""
+        return int((self._rank >= 1 << 40).sum())
+
     def tensors(self) -> dict[str, Tensor]:
         """The whole state as a flat dict; a snapshot."""
         if self._batches is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fedbicross.report.images import class_grid, grid_png, write_class_grid
+from fedbicross.engine.images import class_grid, grid_png, write_class_grid
 
 
 def test_grid_places_images_row_by_row_and_repeats_grey() -> None:

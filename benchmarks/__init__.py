@@ -1,0 +1,1 @@
+"""Measurements of speed, kept out of the tests because no test should depend on a clock."""

@@ -1,0 +1,240 @@
+"""E-FedISCA (Kang et al., Medical Image Analysis 2025): one synthesis, then mixtures with structured noise.
+
+Synthesise once and keep the batches with a low loss (Algorithm 2, lines 4-10). Then, epoch after epoch, mix stored
+batches with structured noise at falling noise levels (Eq. 9) and distil from original and noise-adapted teachers
+(Eq. 8). Differences to the paper: docs/methods/e_fedisca.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from fedbicross import engine, steps
+from fedbicross.bundle import join_groups, take_group
+from fedbicross.context import Context
+from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.methods.synthesis import (
+    SynthesisConfig,
+    Watch,
+    image_shape,
+    new_student,
+    on_device,
+    rate,
+    synthesis_flops,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbicross.engine.ensemble import Statistics
+    from fedbicross.steps.noise import Memory
+    from fedbicross.steps.trajectory import Teacher
+
+
+class EFedISCAConfig(SynthesisConfig):
+    """E-FedISCA's settings; the paper's values are the defaults."""
+
+    steps: int = Field(1000, ge=1, description="synthesis steps, once (paper: 1,000; 2,000 at 224 px)")
+    ce: Literal["mean_logits", "mean_ce"] = Field("mean_ce", description="mean of the clients' cross-entropies (paper)")
+    memory: int = Field(500, ge=1, description="n: stored batches (paper: 500)")
+    threshold: float = Field(50.0, gt=0, description="L_th: loss below which a batch is stored (paper: 50)")
+    epochs: int = Field(100, ge=1, description="of adaptation and distillation (paper: 100)")
+    steps_distil: int = Field(500, ge=1, description="S: distillation steps per epoch (not stated; FedISCA: 500)")
+    lr: float = Field(1e-3, gt=0, description="η_d: the student's SGD rate (FedISCA's code: 1e-3)")
+    schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 50 % and 75 %")
+    noise: Literal["oriented", "pink", "dead_leaves"] = Field(
+        "oriented", description="structured noise N' (paper: oriented)"
+    )
+    noise_images: int = Field(
+        20_000, ge=1, description="noise images to draw from, made once (paper: a download of 105k)"
+    )
+    synthesis: bool = Field(True, description="false: noise only (ablations b and d)")
+    mixing: bool = Field(True, description="false: stored images only (ablation a)")
+
+
+class EFedISCA(Method[EFedISCAConfig]):
+    """One global student for everyone, from a single synthesis."""
+
+    name = "e_fedisca"
+    summary = "one synthesis, then distillation on its mixtures with structured noise (MedIA 2025)"
+    Config = EFedISCAConfig
+    variants = {
+        "ema": {"adaptation": "ema"},
+        "synthesis_only": {"mixing": False, "adaptation": "none"},
+        "noise_only": {"synthesis": False, "adaptation": "none"},
+        "no_adaptation": {"adaptation": "none"},
+        "no_synthesis": {"synthesis": False},
+        "class_weighted": {"teacher": "class_weighted"},
+    }
+    variant_notes = {
+        "ema": "noise-adapted teachers by the paper's equation",
+        "synthesis_only": "ablation (a): stored images, no noise, no adaptation",
+        "noise_only": "ablation (b): structured noise only, no adaptation",
+        "no_adaptation": "ablation (c): images and noise, original teachers only",
+        "no_synthesis": "ablation (d): noise and adaptation, no synthesised images",
+        "class_weighted": "ours: clients weighted per class by their class counts",
+    }
+    quick = {
+        "steps": 150,
+        "batch": 64,
+        "memory": 75,
+        "epochs": 4,
+        "steps_distil": 100,
+        "lr": 0.05,
+        "schedule": "cosine",
+        "noise_images": 2000,
+    }
+    personal = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network."""
+        return self.config.upload(client, ctx)
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""
+        config = self.config
+        teacher = config.load_teacher(self.name, uploads, ctx)
+        watch = Watch("student", ctx, config.steps, config.epochs * config.steps_distil)
+        stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
+        noise = self._noise(ctx) if config.mixing else None
+        student = new_student(ctx, 0)
+        statistics: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
+        begin, done = 0, 0
+        checkpoint = ctx.load_stage("distillation")
+        if checkpoint is not None:
+            begin, done = checkpoint[1]["epoch"], checkpoint[1]["done"]
+            student.load(take_group(checkpoint[0], "student"))
+            watch.load(take_group(checkpoint[0], "watch"))
+            if statistics is not None:
+                saved = on_device(take_group(checkpoint[0], "statistics"), ctx.device)
+                statistics = engine.ensemble.statistics_from_tensors(saved)
+        total = config.epochs * config.steps_distil
+        update = ctx.progress.start(f"{self.name}: distillation", total)
+        for epoch in range(begin, config.epochs):
+            mixtures = Mixtures(epoch, stored, noise, config, ctx)
+            if statistics is not None and not done:
+                last = steps.adaptation.window(config.momentum_adaptation)
+                rising = (mixtures.at(s, s / config.steps_distil, "adaptation") for s in mixtures.steps[-last:])
+                statistics = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, statistics)
+            for s in mixtures.steps[done:]:
+                images = mixtures.at(s, 1 - s / config.steps_distil, "distillation")
+                original, adapted, lam = teacher.speak(images, 1 - s / config.steps_distil, statistics)
+                sample = steps.trajectory.Sample(s, images, original, adapted, lam, None)
+                loss = config.learn(student, sample, config.lr * rate(config.schedule, watch.step / total))
+                watch.step += 1
+                watch.curves.add(watch.step, distillation=loss)
+                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
+
+                kept = {} if statistics is None else engine.ensemble.statistics_to_tensors(statistics)
+
+                def state(
+                    epoch: int = epoch, s: int = s, kept: dict[str, Tensor] = kept
+                ) -> tuple[dict[str, Tensor], dict[str, int]]:
+                    groups = {"student": student.tensors(), "watch": watch.tensors(), "statistics": kept}
+                    return join_groups(**groups), {"epoch": epoch, "done": s}
+
+                ctx.save_stage_when_due("distillation", state)
+            done = 0
+        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
+        watch.finish(teacher, sample, labels, student)
+        synthesised = config.steps if config.synthesis else 0
+        ctx.record.flops += synthesis_flops(ctx, len(uploads), config.batch, synthesised, total)
+        reply = Reply(student.state(), {"architecture": ctx.task.model})
+        return [reply for _ in uploads]
+
+    def _synthesise(self, teacher: Teacher, watch: Watch, ctx: Context) -> Memory:
+        """Lines 4-10: one synthesis; batches with a low loss go to the memory."""
+        config = self.config
+        settings = config.inversion(ctx.task.image_size)
+        memory = steps.noise.Memory(config.memory, config.threshold)
+        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
+        rng = ctx.torch_rng("synthesis", "cluster-0", "trajectory-0", device=ctx.device)
+        inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, image_shape(ctx), settings, rng)
+        curves = steps.diagnosis.Curves(config.steps)
+        checkpoint = ctx.load_stage("synthesis")
+        if checkpoint is not None:
+            tensors = on_device(checkpoint[0], ctx.device)
+            inversion = steps.inversion.Inversion.from_tensors(
+                teacher.ensemble, settings, take_group(tensors, "inversion")
+            )
+            memory = steps.noise.Memory.from_tensors(take_group(tensors, "memory"), config.memory, config.threshold)
+            curves.load(take_group(checkpoint[0], "curves"))
+            watch.strip.load(take_group(checkpoint[0], "strip"))
+        update = ctx.progress.start(f"{self.name}: synthesis", config.steps)
+
+        def state() -> tuple[dict[str, Tensor], dict[str, int]]:
+            groups = {"inversion": inversion.tensors(), "memory": memory.tensors()}
+            return join_groups(**groups, curves=curves.tensors(), strip=watch.strip.tensors()), {}
+
+        while inversion.t < config.steps:
+            loss = inversion.step()
+            memory.add(inversion.images, loss.total)
+            terms = {"synthesis": loss.total, "cross-entropy": loss.cross_entropy, "batch norm": loss.batch_norm}
+            curves.add(inversion.t, **terms)
+            watch.strip.add(steps.trajectory.Sample(inversion.t, inversion.images, labels, labels, 0.0, loss))
+            update(inversion.t, "")
+            ctx.save_stage_when_due("synthesis", state)
+        if checkpoint is None or checkpoint[1].get("finished") is None:
+            tensors, _ = state()
+            ctx.save_stage("synthesis", tensors, {"finished": True})
+        ctx.record.add("curves", "synthesis loss", curves.plot(list(curves.values), "loss"))
+        below = memory.qualified()
+        ctx.record.add("scalars", f"stored batches with a loss below {config.threshold:g}", f"{below} of {len(memory)}")
+        return memory
+
+    def _noise(self, ctx: Context) -> Tensor:
+        """The pool of structured noise N'; made in pieces, the same on every resume."""
+        import torch
+
+        pieces = []
+        for start in range(0, self.config.noise_images, 1000):
+            count = min(1000, self.config.noise_images - start)
+            rng = ctx.torch_rng("structured-noise", str(start), device=ctx.device)
+            pieces.append(steps.noise.structured_noise(self.config.noise, (count, *image_shape(ctx)), rng))
+        return torch.cat(pieces)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
+
+
+class Mixtures:
+    """One epoch's mixtures of stored and noise images; all draws up-front, so that any step can be made alone."""
+
+    def __init__(
+        self, epoch: int, stored: Tensor | None, noise: Tensor | None, config: EFedISCAConfig, ctx: Context
+    ) -> None:
+        import torch
+
+        self.stored, self.noise = stored, noise
+        self.steps = list(range(1, config.steps_distil + 1))
+        self.draws = {}
+        for use in ("adaptation", "distillation"):
+            rng = ctx.torch_rng("mixing", use, f"epoch-{epoch}", device=ctx.device)
+            batches, size = 1 if stored is None else len(stored), 1 if noise is None else len(noise)
+            self.draws[use] = (
+                torch.randint(batches, (len(self.steps), 1), generator=rng, device=ctx.device),
+                torch.randint(size, (len(self.steps), config.batch), generator=rng, device=ctx.device),
+            )
+
+    def at(self, s: int, lam: float, use: str) -> Tensor:
+        """Eq. 9 at step s with noise level ``lam``; without one of the two, the other alone."""
+        which, rows = self.draws[use][0][s - 1], self.draws[use][1][s - 1]
+        if self.stored is None:
+            assert self.noise is not None
+            return self.noise[rows]
+        images = self.stored.index_select(0, which)[0]
+        return images if self.noise is None else steps.noise.mixup(self.noise[rows], images, lam)

@@ -1,0 +1,398 @@
+"""FedBiCross (Xia et al., 2026, arXiv 2601.01901): clusters, cross-cluster distillation, personal models.
+
+Stage 1 clusters the clients by how their networks answer noise and synthesises a trajectory of images per cluster.
+Stage 2 trains one model per cluster on all clusters' images, with cross-cluster weights learned so that each model
+does well on its own cluster's validation images (bi-level, Eqs. 6-8). Stage 3, at the client, distils the cluster model
+and the client's own model into a personal one on local data (Eq. 9). Differences: docs/methods/fedbicross.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from fedbicross import engine, steps
+from fedbicross.bundle import join_groups, take_group
+from fedbicross.context import Context
+from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.methods.synthesis import (
+    SynthesisConfig,
+    Watch,
+    image_shape,
+    new_student,
+    on_device,
+    rate,
+    synthesis_flops,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbicross.steps.clustering import Clustering
+    from fedbicross.steps.student import Student
+    from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
+
+
+class FedBiCrossConfig(SynthesisConfig):
+    """FedBiCross's settings; the paper's values where it gives any."""
+
+    clusters: int | Literal["auto"] = Field(
+        3, description="K (paper: 2, 3, 4 for N=5), or auto: chosen from the uploads"
+    )
+    clustering: Literal["predictions", "parameters", "hierarchical", "pacfl"] = Field(
+        "predictions", description="what is clustered (paper: predictions on noise; the others are its Fig. 2)"
+    )
+    probes: int = Field(256, ge=1, description="M: noise images on which clients are compared (paper: 256)")
+    outputs: Literal["probabilities", "logits"] = Field("probabilities", description="what of f_i(z) is compared")
+    trajectories: int = Field(1, ge=1, description="R: synthesised batches per cluster (Algorithm 1: 1; FedISCA: 100)")
+    lr: float = Field(0.1, gt=0, description="η_G: rate of the cluster models (not given)")
+    schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of η_G (not given)")
+    weights: Literal["bilevel", "uniform", "intra", "similarity"] = Field(
+        "bilevel", description="cross-cluster weights w: learned (paper), or one of its ablations"
+    )
+    lr_weights: float = Field(0.1, gt=0, description="η_w relative to η_G (not given)")
+    weight_step: Literal["projected", "mirror"] = Field(
+        "projected", description="Eq. 8 with projection, or mirror descent"
+    )
+    unit_hypergradient: bool = Field(
+        True, description="scale the hypergradient to largest entry 1 (its size is arbitrary)"
+    )
+    validation_share: float = Field(
+        0.2, ge=0, lt=1, description="of each synthetic batch, for the weights (paper: 0.2)"
+    )
+    personalisation: bool = Field(True, description="stage 3; false: the cluster model as it is (ablation w/o PKD)")
+    gamma: float = Field(0.5, ge=0, description="γ: weight of the cluster model's KL in stage 3 (paper: 0.5)")
+    delta: float = Field(0.3, ge=0, description="δ: weight of the own model's KL in stage 3 (paper: 0.3)")
+    temperature_personal: float = Field(20.0, gt=0, description="τ of stage 3, with τ² (not given; stage 2 has 20)")
+    epochs_personal: int = Field(10, ge=0, description="of stage 3 (paper: 10)")
+    lr_personal: float = Field(1e-3, gt=0, description="rate of stage 3 (not given; local training has 1e-3)")
+    batch_personal: int = Field(128, ge=2, description="batch of stage 3 (not given; local training has 128)")
+
+
+class FedBiCross(Method[FedBiCrossConfig]):
+    """A cluster model for each cluster, a personal model for each client."""
+
+    name = "fedbicross"
+    summary = "clusters, bi-level cross-cluster distillation, personal models (2026)"
+    Config = FedBiCrossConfig
+    variants = {
+        "intra": {"weights": "intra"},
+        "uniform": {"weights": "uniform"},
+        "similarity": {"weights": "similarity"},
+        "no_personalisation": {"personalisation": False},
+        "no_clusters": {"clusters": 1},
+        "auto": {"clusters": "auto"},
+        "ema": {"adaptation": "ema"},
+        "class_weighted": {"teacher": "class_weighted"},
+    }
+    variant_notes = {
+        "intra": "ablation: only the own cluster's images",
+        "uniform": "ablation: all clusters alike",
+        "similarity": "ablation: by distance of cluster centroids",
+        "no_personalisation": "ablation w/o PKD: the cluster model itself",
+        "no_clusters": "ablation w/o Clus: K=1",
+        "auto": "ours: K chosen from the uploads alone",
+        "ema": "noise-adapted teachers by Eq. 3 as written",
+        "class_weighted": "ours: clients of a cluster weighted per class by their class counts",
+    }
+    quick = {"steps": 60, "batch": 64, "trajectories": 4, "probes": 64, "lr": 0.05, "lr_personal": 0.01}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        extra = " It also sends principal directions of its images per class (pacfl)." if self._pacfl else ""
+        return self.config.leaves + extra
+
+    @property
+    def _pacfl(self) -> bool:
+        return self.config.clustering == "pacfl"
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network; for PACFL's clustering also subspaces of the images, which the paper warns about."""
+        upload = self.config.upload(client, ctx)
+        if not self._pacfl:
+            return upload
+        import torch
+
+        ctx.record.warn("clustering=pacfl sends principal directions of the images: data-dependent, more can leak")
+        images = engine.device.normalise(engine.device.to_device(client.images, "cpu"))
+        signature = steps.clustering.subspace_signature(images, torch.from_numpy(client.labels))
+        tensors = {**upload.tensors, "pacfl.signature": signature.contiguous()}
+        return Upload(upload.client, upload.task, tensors, upload.class_counts)
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Stages 1 and 2 of Algorithm 1."""
+        signatures = [upload.tensors["pacfl.signature"] for upload in uploads] if self._pacfl else []
+        uploads = [_without_signature(upload) for upload in uploads]
+        everyone = self.config.load_teacher(self.name, uploads, ctx)
+        clustering, features = self._cluster(everyone, uploads, signatures, ctx)
+        teachers = [_of_cluster(everyone, members) for members in clustering.members()]
+        students = self._train_cluster_models(teachers, features, clustering, ctx)
+        replies = [
+            Reply(student.state(), {"architecture": ctx.task.model, "cluster": k, "clusters": clustering.k})
+            for k, student in enumerate(students)
+        ]
+        return [replies[k] for k in clustering.labels]
+
+    # --- stage 1 ---------------------------------------------------------------------------------------
+
+    def _cluster(
+        self, teacher: Teacher, uploads: Sequence[Upload], signatures: Sequence[Tensor], ctx: Context
+    ) -> tuple[Clustering, Tensor]:
+        """Group clients that answer noise alike; also their answers, for similarity weights."""
+        import torch
+
+        config, clustering = self.config, steps.clustering
+        rng = ctx.torch_rng("probes", device=ctx.device)
+        probes = torch.randn((config.probes, *image_shape(ctx)), generator=rng, device=ctx.device)
+        features = clustering.prediction_matrix(teacher.ensemble, probes, config.outputs).float().cpu()
+        seed = int(ctx.rng("kmeans").integers(2**31))
+        k = config.clusters
+        if k == "auto":
+            chosen = clustering.choose_k(features, len(uploads), seed, block=len(ctx.task.classes))
+            k = chosen.k
+            ctx.record.add("scalars", "K chosen from the uploads", f"{k}: {chosen.reason}")
+            columns = ["k", "silhouette", "stability", "sizes", "chosen"]
+            table = [[row[c] if c != "sizes" else str(row[c]) for c in columns] for row in chosen.evidence]
+            ctx.record.add("tables", "evidence for K", {"columns": columns, "rows": table})
+        states = [upload.tensors for upload in uploads]
+        if config.clustering == "parameters":
+            found = clustering.kmeans_parameters(states, k, seed)
+        elif config.clustering == "hierarchical":
+            found = clustering.hierarchical_updates(states, k=k)
+        elif config.clustering == "pacfl":
+            found = clustering.pacfl(signatures, k=k)
+        else:
+            found = clustering.cluster(features, k, seed)
+        for warning in found.warnings:
+            ctx.record.warn(warning)
+        self._describe_clusters(found, teacher, probes, [upload.client for upload in uploads], ctx)
+        return found, features
+
+    def _describe_clusters(
+        self, found: Clustering, teacher: Teacher, probes: Tensor, names: Sequence[str], ctx: Context
+    ) -> None:
+        import torch
+
+        with torch.no_grad():
+            probabilities = teacher.ensemble.logits(probes).softmax(-1)
+        rows = [[name[:40], label] for name, label in zip(names, found.labels, strict=True)]
+        ctx.record.add("tables", "cluster of each client", {"columns": ["client", "cluster"], "rows": rows})
+        kl = steps.clustering.pairwise_kl(probabilities)
+        short = [name[:16] for name in names]
+        values = [[round(float(v), 4) for v in row] for row in kl]
+        title = "disagreement of clients on noise (KL of row to column)"
+        ctx.record.add("heatmaps", title, {"values": values, "rows": short, "columns": short})
+        agreement = steps.clustering.cluster_agreement(probabilities, found)
+        for word, value in zip(("within", "between"), agreement, strict=True):
+            if bool(torch.isfinite(value)):
+                ctx.record.add("scalars", f"mean KL of clients {word} clusters, on noise", round(float(value), 4))
+
+    # --- stage 2 ---------------------------------------------------------------------------------------
+
+    def _train_cluster_models(
+        self, teachers: Sequence[Teacher], features: Tensor, clustering: Clustering, ctx: Context
+    ) -> list[Student]:
+        """Eqs. 6-8 over R trajectories of T steps, every cluster's images shared by all students."""
+        import torch
+
+        config, count = self.config, len(teachers)
+        total = config.trajectories * config.steps
+        students = [new_student(ctx, k) for k in range(count)]
+        watches = [Watch(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
+        learned = config.weights == "bilevel" and count > 1
+        kind = "uniform" if config.weights == "bilevel" else config.weights
+        centres = steps.clustering.centroids(features, clustering)
+        weights = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)
+        history = [(0, weights)]
+        begin, saved = 0, None
+        checkpoint = ctx.load_stage("cluster-models")
+        if checkpoint is not None:
+            begin, saved = (
+                checkpoint[1]["trajectory"],
+                [on_device(take_group(checkpoint[0], f"source-{k}"), ctx.device) for k in range(count)],
+            )
+            for k in range(count):
+                students[k].load(take_group(checkpoint[0], f"student-{k}"))
+                watches[k].load(take_group(checkpoint[0], f"watch-{k}"))
+            past = take_group(checkpoint[0], "weights")
+            weights = past["now"].to(ctx.device)
+            history = [(int(x), w) for x, w in zip(past["x"], past["history"], strict=True)]
+        rows, held = split_rows(config.batch, len(ctx.task.classes), config.validation_share)
+        train, validation = torch.tensor(rows, device=ctx.device), torch.tensor(held, device=ctx.device)
+        update = ctx.progress.start(f"{self.name}: cluster models", total)
+        for number in range(begin, config.trajectories):
+            sources = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
+            saved = None
+            for samples in zip(*sources, strict=True):
+                done = number * config.steps + samples[0].t
+                lr = config.lr * rate(config.schedule, (done - 1) / total)
+                for k, student in enumerate(students):
+                    loss, hypergradient = self._inner_step(
+                        k, student, samples, weights[k], lr, train, validation if learned else None
+                    )
+                    if hypergradient is not None:
+                        weights[k] = self._outer_step(weights[k], hypergradient)
+                    watches[k].add(samples[k], distillation=loss)
+                if done % max(1, total // 100) == 0:
+                    history.append((done, weights.clone()))
+                update(done, f"trajectory {number + 1}/{config.trajectories}")
+
+                def state(
+                    number: int = number, sources: Sequence[Trajectory] = sources
+                ) -> tuple[dict[str, Tensor], dict[str, int]]:
+                    groups: dict[str, Mapping[str, Tensor]] = {
+                        "weights": {
+                            "now": weights,
+                            "x": torch.tensor([x for x, _ in history]),
+                            "history": torch.stack([w.to(ctx.device) for _, w in history]),
+                        }
+                    }
+                    for k in range(count):
+                        groups |= {f"student-{k}": students[k].tensors(), f"watch-{k}": watches[k].tensors()}
+                        groups |= {f"source-{k}": sources[k].tensors()}
+                    return join_groups(**groups), {"trajectory": number}
+
+                ctx.save_stage_when_due("cluster-models", state)
+        for k in range(count):
+            watches[k].finish(teachers[k], samples[k], sources[k].labels, students[k])
+        if count > 1:
+            steps.diagnosis.describe_weights(ctx.record, [w.tolist() for _, w in history], [x for x, _ in history])
+        clients = sum(len(teacher.ensemble) for teacher in teachers)
+        ctx.record.flops += synthesis_flops(ctx, clients, config.batch, total, total, students=count * (count + 1))
+        return students
+
+    def _trajectory(
+        self, k: int, number: int, teacher: Teacher, saved: list[dict[str, Tensor]] | None, ctx: Context
+    ) -> Trajectory:
+        settings, trajectory = self.config.inversion(ctx.task.image_size), steps.trajectory.Trajectory
+        if saved is not None:
+            return trajectory.from_tensors(teacher, settings, saved[k])
+        rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{number}", device=ctx.device)
+        return trajectory.start(teacher, settings, image_shape(ctx), len(ctx.task.classes), rng)
+
+    def _inner_step(
+        self,
+        k: int,
+        student: Student,
+        samples: Sequence[Sample],
+        weights: Tensor,
+        lr: float,
+        train: Tensor,
+        validation: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Eq. 7: one step of G_k on the weighted mixture; then, where w is learned, the gradient of Eq. 8."""
+        import torch
+
+        config = self.config
+        losses, gradients = [], []
+        for j, sample in enumerate(samples):
+            if config.weights == "intra" and j != k:
+                continue  # its weight is 0 and stays so
+            part = _rows(sample, train)
+            # Only the own cluster's batch moves G_k's running statistics: they describe the data it is meant for.
+            loss, gradient = student.gradient(part.images, partial(config.loss, sample=part), track=j == k)
+            losses.append(loss)
+            gradients.append(gradient)
+        own = weights if len(gradients) == len(weights) else weights[k : k + 1]
+        stacked = [torch.stack(parts) for parts in zip(*gradients, strict=True)]
+        step = steps.bilevel.weighted_gradient(own, stacked)
+        student.update(step, lr, config.momentum, config.weight_decay)
+        mixed = (own * torch.stack(losses)).sum()
+        if validation is None:
+            return mixed, None
+        part = _rows(samples[k], validation)
+        _, gradient = student.gradient(part.images, partial(config.loss, sample=part), track=False)
+        return mixed, steps.bilevel.hypergradient(gradient, stacked, 1.0)  # relative to η_G
+
+    def _outer_step(self, weights: Tensor, hypergradient: Tensor) -> Tensor:
+        """Eq. 8: a step of w_k on the simplex."""
+        if self.config.unit_hypergradient:
+            hypergradient = hypergradient - hypergradient.mean()  # what all share moves nothing on the simplex
+            hypergradient = hypergradient / hypergradient.abs().max().clamp_min(1e-12)
+        return steps.bilevel.weight_step(weights, hypergradient, self.config.lr_weights, self.config.weight_step)
+
+    # --- stage 3, at the client ------------------------------------------------------------------------
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """Eq. 9: start from G_k, fit the local data, stay close to G_k and to the client's own model."""
+        config, state = self.config, dict(reply.tensors)
+        architecture = str(reply.info["architecture"])
+        if not config.personalisation:
+            return Predictor(ctx.task, (architecture,), (state,))
+        personal, scores = steps.personal.distil_personal(
+            client,
+            ctx,
+            cluster_state=state,
+            own_state=ctx.local_model(client).state,
+            gamma=config.gamma,
+            delta=config.delta,
+            temperature=config.temperature_personal,
+            epochs=config.epochs_personal,
+            lr=config.lr_personal,
+            batch=config.batch_personal,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        self._compare(client, scores, ctx)
+        return Predictor(ctx.task, (architecture,), (personal,))
+
+    def _compare(self, client: Client, scores: Mapping[str, Any], ctx: Context) -> None:
+        """On the client's own validation images: is the personal model worth having?"""
+        if not scores:
+            return
+        title = f"{client.label}: accuracy on its own validation images"
+        ctx.record.add("tables", title, {"columns": list(scores), "rows": [[round(v, 4) for v in scores.values()]]})
+        if scores["personal"] < scores["cluster model"]:
+            ctx.record.warn(
+                f"{client.label}: the personal model is worse than its cluster model; raise gamma or lower lr_personal"
+            )
+        if scores["personal"] < scores["own model"]:
+            ctx.record.warn(
+                f"{client.label}: the personal model is worse than training alone on its own validation images; "
+                "raise delta or epochs_personal, or lower temperature_personal"
+            )
+
+
+def split_rows(batch: int, classes: int, share: float) -> tuple[list[int], list[int]]:
+    """The fixed split I_train, I_val of a batch whose labels run 0..C-1 again and again: ``share`` of each class.
+
+    Row i is the (i // C)-th of its class; it is held out whenever the running total of ``share`` passes a whole number.
+    """
+    if share == 0:
+        return list(range(batch)), []
+    held = [i for i in range(batch) if int((i // classes + 1) * share + 1e-9) > int((i // classes) * share + 1e-9)]
+    held = held or list(range(batch - min(classes, batch // 2), batch))  # a batch too small to spare one of each class
+    chosen = set(held)
+    return [i for i in range(batch) if i not in chosen], held
+
+
+def _rows(sample: Sample, rows: Tensor) -> Sample:
+    return sample._replace(
+        images=sample.images.index_select(0, rows),
+        original=sample.original.index_select(0, rows),
+        adapted=sample.adapted.index_select(0, rows),
+    )
+
+
+def _of_cluster(everyone: Teacher, members: Sequence[int]) -> Teacher:
+    """F_k: the same teacher with the clients of one cluster."""
+    weights = everyone.class_weights
+    if weights is not None:
+        part = weights[list(members)]
+        weights = part / part.sum(0).clamp_min(1e-12)
+    return replace(everyone, ensemble=everyone.ensemble.subset(members), class_weights=weights)
+
+
+def _without_signature(upload: Upload) -> Upload:
+    tensors = {name: value for name, value in upload.tensors.items() if name != "pacfl.signature"}
+    return Upload(upload.client, upload.task, tensors, upload.class_counts, upload.num_samples, upload.extra)

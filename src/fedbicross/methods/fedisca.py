@@ -1,0 +1,154 @@
+"""FedISCA (Kang et al., MICCAI 2023): distil the ensemble on images on their way from noise to finished.
+
+Per epoch: synthesise one batch from the client models (Eq. 1), keep every intermediate batch, adapt a copy of the
+teachers to the noise (Eq. 2), and train one global student on all of them, the noisier the batch the more by the
+adapted teachers (Eq. 3). Differences to the paper and to the authors' code: docs/methods/fedisca.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from fedbicross import steps
+from fedbicross.bundle import join_groups, take_group
+from fedbicross.context import Context
+from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.methods.synthesis import (
+    SynthesisConfig,
+    Watch,
+    image_shape,
+    new_student,
+    on_device,
+    rate,
+    synthesis_flops,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbicross.steps.sources import FinishedOnly, NoiseOnly
+    from fedbicross.steps.trajectory import Teacher, Trajectory
+
+    Source = Trajectory | NoiseOnly | FinishedOnly
+
+
+class FedISCAConfig(SynthesisConfig):
+    """FedISCA's settings; the paper's values are the defaults."""
+
+    epochs: int = Field(100, ge=1, description="synthesised batches, each distilled once (paper: 100)")
+    lr: float = Field(1e-3, gt=0, description="η_d: the student's SGD rate (authors' code: 1e-3)")
+    schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 50 % and 75 % (code)")
+    noise_level: Literal["paper", "released"] = Field("paper", description="λ = 1 - t/T, or the code's 1 - (t-1)/T")
+    synthesis: bool = Field(True, description="false: train on fresh N(0,1) noise only (ablation w/o IS)")
+    intermediate: bool = Field(True, description="false: train on finished images only (ablation w/o N, DeepInversion)")
+
+
+class FedISCA(Method[FedISCAConfig]):
+    """One global student for everyone."""
+
+    name = "fedisca"
+    summary = "distils the ensemble on images inverted from it, from noise to finished (MICCAI 2023)"
+    Config = FedISCAConfig
+    variants = {
+        "ema": {"adaptation": "ema"},
+        "no_synthesis": {"synthesis": False},
+        "no_synthesis_no_adaptation": {"synthesis": False, "adaptation": "none"},
+        "no_adaptation": {"adaptation": "none"},
+        "no_noise": {"intermediate": False, "adaptation": "none"},
+        "class_weighted": {"teacher": "class_weighted"},
+    }
+    variant_notes = {
+        "ema": "noise-adapted teachers by the paper's equation instead of the authors' code",
+        "no_synthesis": "ablation w/o IS: N(0,1) noise instead of synthesised images",
+        "no_synthesis_no_adaptation": "ablation w/o IS&Ada",
+        "no_adaptation": "ablation w/o Ada: original teachers only",
+        "no_noise": "ablation w/o N: finished images only (DeepInversion)",
+        "class_weighted": "ours: clients weighted per class by their class counts",
+    }
+    quick = {"steps": 60, "batch": 64, "epochs": 6, "lr": 0.05, "schedule": "cosine"}
+    personal = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network."""
+        return self.config.upload(client, ctx)
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
+        config = self.config
+        total = config.epochs * config.steps
+        teacher = config.load_teacher(self.name, uploads, ctx)
+        student = new_student(ctx, 0)
+        watch = Watch("student", ctx, config.steps, total)
+        begin, pool, saved = 0, [], None
+        checkpoint = ctx.load_stage("distillation")
+        if checkpoint is not None:
+            begin, saved = checkpoint[1]["epoch"], on_device(take_group(checkpoint[0], "source"), ctx.device)
+            student.load(take_group(checkpoint[0], "student"))
+            watch.load(take_group(checkpoint[0], "watch"))
+            pool = steps.sources.FinishedOnly.pool_of(saved)
+        update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
+        for epoch in range(begin, config.epochs):
+            source = self._source(epoch, teacher, pool, saved, ctx)
+            saved = None
+            for sample in source:
+                lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
+                loss = config.learn(student, sample, lr)
+                watch.add(sample, distillation=loss)
+                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
+
+                def state(epoch: int = epoch, source: Source = source) -> tuple[dict[str, Tensor], dict[str, int]]:
+                    groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
+                    return join_groups(**groups), {"epoch": epoch}
+
+                ctx.save_stage_when_due("distillation", state)
+        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
+        watch.finish(teacher, sample, labels, student)
+        synthesised = total if config.synthesis else 0
+        ctx.record.flops += synthesis_flops(ctx, len(uploads), config.batch, synthesised, total)
+        reply = Reply(student.state(), {"architecture": ctx.task.model})
+        return [reply for _ in uploads]
+
+    def _source(
+        self, epoch: int, teacher: Teacher, pool: list[Tensor], saved: Mapping[str, Tensor] | None, ctx: Context
+    ) -> Source:
+        """One epoch's batches: a trajectory, or what an ablation puts in its place."""
+        config, shape = self.config, image_shape(ctx)
+        if not config.synthesis:
+            done = 0 if saved is None else int(saved["done"])
+            names = ("noise", f"epoch-{epoch}")
+            return steps.sources.NoiseOnly(
+                teacher,
+                (config.batch, *shape),
+                config.steps,
+                lambda t: ctx.torch_rng(*names, f"step-{t}", device=ctx.device),
+                done,
+            )
+        settings, level = config.inversion(ctx.task.image_size), config.noise_level
+        if saved is not None:
+            trajectory = steps.trajectory.Trajectory.from_tensors(teacher, settings, saved, level)
+        else:
+            rng = ctx.torch_rng("synthesis", "cluster-0", f"trajectory-{epoch}", device=ctx.device)
+            trajectory = steps.trajectory.Trajectory.start(teacher, settings, shape, len(ctx.task.classes), rng, level)
+        if config.intermediate:
+            return trajectory
+        drawn = 0 if saved is None else int(saved["drawn"])
+        order = ctx.rng("finished", f"epoch-{epoch}")
+        draw = lambda size: [int(i) for i in order.integers(0, size, config.steps)]  # noqa: E731
+        return steps.sources.FinishedOnly(trajectory, pool, draw, drawn)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))

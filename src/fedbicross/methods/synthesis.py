@@ -1,0 +1,207 @@
+"""What FedISCA, E-FedISCA and FedBiCross share: settings, teachers, students, and watching the synthesis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from fedbicross import steps
+from fedbicross.context import Context
+from fedbicross.federation import Client, MethodConfig, Upload, file_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbicross.steps.inversion import InversionSettings
+    from fedbicross.steps.student import Student
+    from fedbicross.steps.trajectory import Sample, Teacher
+
+
+class SynthesisConfig(MethodConfig):
+    """Synthesis, teachers, and the student's optimiser; the papers' values are the defaults."""
+
+    steps: int = Field(
+        500, ge=1, description="T (FedISCA: I, S): synthesis steps per batch (paper: 500; 1,000 at 224 px)"
+    )
+    batch: int = Field(256, ge=2, description="B: images per synthesised batch (paper: 256; 50 at 224 px)")
+    lr_synthesis: float = Field(5e-2, gt=0, description="η_s: Adam's rate on the pixels (paper: 5e-2)")
+    alpha_tv: float = Field(2.5e-5, ge=0, description="α_TV: weight of total variation (paper: 2.5e-5)")
+    alpha_bn: float = Field(10.0, ge=0, description="α_BN: weight of the batch-norm term (paper: 10)")
+    jitter: int | None = Field(None, ge=0, description="random shift in pixels; none: 2, or 30 above 128 px (code)")
+    bn_reduction: Literal["mean", "sum"] = Field(
+        "mean", description="batch-norm term over clients (FedISCA's code: sum)"
+    )
+    ce: Literal["mean_logits", "mean_ce"] = Field(
+        "mean_logits", description="cross-entropy of the mean logits (code), or mean of the clients' (E-FedISCA's text)"
+    )
+    temperature: float = Field(20.0, gt=0, description="τ of teacher and student, with the factor τ² (paper: 20)")
+    teacher: Literal["mean_logits", "mean_probs", "class_weighted"] = Field(
+        "mean_logits", description="how the clients are combined into one teacher (papers: mean_logits)"
+    )
+    adaptation: Literal["batch", "ema", "none"] = Field(
+        "batch", description="noise-adapted teachers: batch (authors' code), ema (the equation as written), or none"
+    )
+    momentum_adaptation: float = Field(0.9, ge=0, lt=1, description="β (FedISCA: α) of the ema adaptation (paper: 0.9)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD (authors' code: 0.9)")
+    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD (authors' code: 5e-4)")
+
+    def inversion(self, image_size: int) -> InversionSettings:
+        """The settings of the synthesis at this image size."""
+        jitter = self.jitter if self.jitter is not None else (30 if image_size > 128 else 2)
+        return steps.inversion.InversionSettings(
+            steps=self.steps,
+            batch=self.batch,
+            lr=self.lr_synthesis,
+            alpha_tv=self.alpha_tv,
+            alpha_bn=self.alpha_bn,
+            jitter=min(jitter, image_size - 1),
+            bn_reduction=self.bn_reduction,
+            ce=self.ce,
+        )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What every upload must hold."""
+        return frozenset({"weights", "bn_stats", *(["class_counts"] if self.teacher == "class_weighted" else [])})
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital, in words."""
+        counts = " and the number of training images per class" if self.teacher == "class_weighted" else ""
+        return (
+            f"The trained network with its batch-normalisation statistics{counts}; the server inverts it into images."
+        )
+
+    def upload(self, client: Client, ctx: Context) -> Upload:
+        """What leaves the hospital: the network, and class counts only where the teacher needs them."""
+        counts = client.class_counts(len(ctx.task.classes)) if self.teacher == "class_weighted" else None
+        return Upload(client.name, ctx.task, ctx.local_model(client).state, class_counts=counts)
+
+    def load_teacher(self, method: str, uploads: Sequence[Upload], ctx: Context) -> Teacher:
+        """All clients as one frozen teacher; damaged uploads are refused here."""
+        import torch
+
+        names = [upload.client for upload in uploads]
+        ensemble = steps.teachers.load_teachers(
+            names,
+            [upload.task.model for upload in uploads],
+            [upload.tensors for upload in uploads],
+            ctx.architecture[1:],
+            ctx.device,
+            ctx.precision,
+        )
+        steps.teachers.need_batchnorm(ensemble, names, method)
+        weights = None
+        if self.teacher == "class_weighted":
+            counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
+            weights = steps.distill.class_weights(counts).float().to(ctx.device)
+        return steps.trajectory.Teacher(
+            ensemble, self.temperature, self.teacher, weights, self.adaptation, self.momentum_adaptation
+        )
+
+    def learn(self, student: Student, sample: Sample, lr: float) -> Tensor:
+        """One SGD step on one batch: Eq. 3 of FedISCA, Eq. 5 of FedBiCross."""
+        loss, gradients = student.gradient(sample.images, lambda logits: self.loss(logits, sample))
+        student.update(gradients, lr, self.momentum, self.weight_decay)
+        return loss
+
+    def loss(self, logits: Tensor, sample: Sample) -> Tensor:
+        """λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""
+        return steps.distill.mixed_kd_loss(logits, sample.original, sample.adapted, sample.lam, self.temperature)
+
+
+def rate(schedule: str, progress: float) -> float:
+    """Learning-rate multiplier at ``progress`` from 0 to 1."""
+    if schedule == "step":
+        return steps.distill.multi_step(progress)
+    return steps.distill.cosine(progress) if schedule == "cosine" else 1.0
+
+
+def new_student(ctx: Context, number: int) -> Student:
+    """A freshly initialised student; number k is that of cluster k."""
+    model = ctx.new_model(ctx.torch_rng("student", str(number)))
+    return steps.student.Student(model, ctx.device, ctx.precision)
+
+
+def image_shape(ctx: Context) -> tuple[int, int, int]:
+    """(channels, height, width)."""
+    return ctx.task.channels, ctx.task.image_size, ctx.task.image_size
+
+
+def synthesis_flops(
+    ctx: Context, clients: int, batch: int, synthesis_steps: int, distil_steps: int, students: int = 1
+) -> int:
+    """Forward passes counted, times the cost of one: synthesis 2 a client, both teachers 2 a client, a student 3."""
+    from fedbicross import models
+
+    per_image = models.forward_flops(*ctx.architecture)
+    return per_image * batch * (2 * clients * synthesis_steps + (2 * clients + 3 * students) * distil_steps)
+
+
+class Watch:
+    """Progress, curves and pictures of one synthesis, and at its end what there is to say about it."""
+
+    def __init__(self, title: str, ctx: Context, strip_steps: int, total: int) -> None:
+        self.title, self.ctx, self.total = title, ctx, total
+        self.curves = steps.diagnosis.Curves(total)
+        self.strip = steps.diagnosis.Strip(strip_steps, len(ctx.task.classes))
+        self.step = 0
+
+    def add(self, sample: Sample, **losses: Tensor) -> None:
+        """After each step."""
+        self.step += 1
+        if sample.loss is not None:
+            losses |= {"synthesis": sample.loss.total, "cross-entropy": sample.loss.cross_entropy}
+            losses |= {"batch norm": sample.loss.batch_norm}
+        self.curves.add(self.step, **losses)
+        self.strip.add(sample)
+
+    def finish(self, teacher: Teacher, sample: Sample, labels: Tensor, student: Student) -> None:
+        """Numbers, curves, the strip of pictures, and warnings in words."""
+        record = self.ctx.record
+        diagnosis = steps.diagnosis
+        diagnosis.describe_synthesis(record, self.title, teacher, sample.images, labels, self.ctx.task.classes)
+        diagnosis.describe_student(record, self.title, student.eval_logits(sample.images), sample.original)
+        names = [name for name in ("synthesis", "cross-entropy", "batch norm") if name in self.curves.values]
+        if names:
+            record.add("curves", f"{self.title}: synthesis loss", self.curves.plot(names, "loss"))
+        losses = [name for name in self.curves.values if name not in names]
+        record.add("curves", f"{self.title}: distillation loss", self.curves.plot(losses, "loss"))
+        self.picture()
+
+    def picture(self) -> None:
+        """The strip from noise to finished images, a row per class, as a PNG beside the run."""
+        if not self.strip.frames:
+            return
+        from fedbicross.engine.images import grid_png
+
+        path = f"diagnosis/{self.ctx.scope}/{file_name(self.title.replace(' ', '-'))}.png"
+        self.ctx.store.save(path, grid_png(self.strip.grid()))
+        entry = {
+            "rows": list(self.ctx.task.classes),
+            "columns": [f"step {t}" for t in self.strip.taken],
+            "images": path,
+        }
+        self.ctx.record.add("image_strips", f"{self.title}: synthetic images", entry)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        import torch
+
+        return {**self.curves.tensors(), **self.strip.tensors(), "step": torch.tensor(self.step)}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.curves.load(dict(tensors))
+        self.strip.load(dict(tensors))
+        self.step = int(tensors["step"])
+
+
+def on_device(tensors: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors where the work is."""
+    return {name: value.to(device) for name, value in tensors.items()}
+
+
+Info = Mapping[str, Any]

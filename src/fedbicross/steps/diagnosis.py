@@ -1,0 +1,168 @@
+"""What a synthesis did, in numbers, pictures and words: these methods fail silently otherwise.
+
+Everything here looks at uploads and synthetic images only. Thresholds are stated with each warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedbicross.steps.clustering.agreement import soft_label_entropy
+from fedbicross.steps.inversion import structure
+
+if TYPE_CHECKING:
+    from fedbicross.context import Record
+    from fedbicross.steps.trajectory import Sample, Teacher
+
+UNIFORM = 0.95  # normalised entropy of soft labels (at temperature 1) above which they hardly teach
+NO_STRUCTURE = 0.15  # lag-1 autocorrelation below which a batch is still noise
+COLLAPSED = 0.99  # one cluster's share of all cross-cluster weight
+STRIP_COLUMNS = 8
+MOST_POINTS = 200  # of a curve
+
+
+class Curves:
+    """Losses over the steps, thinned to what a plot can show; values stay on the device until the end."""
+
+    def __init__(self, total: int) -> None:
+        self.every = max(1, total // MOST_POINTS)
+        self.x: list[int] = []
+        self.values: dict[str, list[Tensor]] = {}
+
+    def add(self, step: int, **values: Tensor) -> None:
+        """Keep this step's values if it is one to be shown."""
+        if step % self.every == 0:
+            self.x.append(step)
+            for name, value in values.items():
+                self.values.setdefault(name, []).append(value.detach())
+
+    def plot(self, names: Sequence[str], ylabel: str) -> dict[str, Any]:
+        """As the report draws it."""
+        series = {name: [round(float(v), 6) for v in self.values.get(name, [])] for name in names}
+        return {"x": self.x, "series": series, "xlabel": "step", "ylabel": ylabel}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        out = {f"curve/{name}": torch.stack(values).float().cpu() for name, values in self.values.items()}
+        return {**out, "curve_x": torch.tensor(self.x, dtype=torch.int64)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.x = [int(x) for x in tensors["curve_x"]]
+        self.values = {
+            key.removeprefix("curve/"): list(value) for key, value in tensors.items() if key.startswith("curve/")
+        }
+
+
+class Strip:
+    """One image per class at a few moments from noise to the end, as uint8."""
+
+    def __init__(self, steps: int, classes: int) -> None:
+        last = max(steps, 1)
+        self.moments = sorted({max(1, round(last * i / (STRIP_COLUMNS - 1))) for i in range(STRIP_COLUMNS)})
+        self.classes = classes
+        self.frames: list[Tensor] = []
+        self.taken: list[int] = []
+
+    def add(self, sample: Sample) -> None:
+        """Keep the first image of each class if this is one of the moments."""
+        if sample.t in self.moments and sample.t not in self.taken:
+            images = sample.images[: self.classes]
+            self.taken.append(sample.t)
+            self.frames.append(((images.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
+
+    def grid(self) -> Any:
+        """[classes, moments, H, W, C] as a NumPy array for a PNG."""
+        return torch.stack(self.frames, 1).permute(0, 1, 3, 4, 2).numpy()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        frames = {f"strip/{t}": frame for t, frame in zip(self.taken, self.frames, strict=True)}
+        return {**frames, "strip_t": torch.tensor(self.taken, dtype=torch.int64)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.taken = [int(t) for t in tensors["strip_t"]]
+        self.frames = [tensors[f"strip/{t}"] for t in self.taken]
+
+
+@torch.no_grad()
+def describe_synthesis(
+    record: Record, title: str, teacher: Teacher, images: Tensor, labels: Tensor, classes: Sequence[str]
+) -> None:
+    """Entropy of the teacher's soft labels, its cross-entropy per class, and whether the images have structure."""
+    logits = teacher.ensemble.logits(images).mean(0)
+    log_probabilities = logits.log_softmax(-1)
+    entropy = float(soft_label_entropy(log_probabilities.exp()))
+    smooth = float(structure(images.float()))
+    per_class: list[tuple[str, float, float]] = []
+    for index, name in enumerate(classes):
+        rows = labels == index
+        if bool(rows.any()):
+            loss = -log_probabilities[rows, index].mean()
+            hit = (logits[rows].argmax(1) == index).float().mean()
+            per_class.append((name, round(float(loss), 4), round(float(hit), 4)))
+    record.add("scalars", f"{title}: soft-label entropy (0 sure, 1 uniform)", round(entropy, 4))
+    record.add("scalars", f"{title}: spatial structure of the images (0 is noise)", round(smooth, 4))
+    columns = ["class", "teacher's cross-entropy", "share that the teacher calls so"]
+    record.add(
+        "tables",
+        f"{title}: how well the images fit their class",
+        {"columns": columns, "rows": [list(row) for row in per_class]},
+    )
+    if entropy > UNIFORM:
+        record.warn(
+            f"{title}: the teacher's soft labels are nearly uniform (entropy {entropy:.2f} of 1): there is little to learn; "
+            "use more clusters, or teacher=class_weighted"
+        )
+    if smooth < NO_STRUCTURE:
+        record.warn(
+            f"{title}: the images have no structure (autocorrelation {smooth:.2f}); raise alpha_bn, alpha_tv or steps"
+        )
+    unreached = [name for name, _, hit in per_class if hit < 0.5]
+    if unreached:
+        record.warn(
+            f"{title}: the teacher does not recognise its own images of {', '.join(map(str, unreached[:8]))}; "
+            "perhaps no client of it has that class"
+        )
+
+
+def describe_student(record: Record, title: str, student_logits: Tensor, teacher_soft: Tensor) -> None:
+    """Does the student say what its teacher says, on finished synthetic images?"""
+    classes = teacher_soft.shape[-1]
+    agreement = float((student_logits.argmax(-1) == teacher_soft.argmax(-1)).float().mean())
+    record.add("scalars", f"{title}: student agrees with its teacher on synthetic images", round(agreement, 4))
+    if agreement < 1.5 / classes:
+        record.warn(
+            f"{title}: the student has not learned its teacher (agreement {agreement:.0%} on synthetic images); "
+            "raise the student's learning rate or the number of epochs or trajectories"
+        )
+
+
+def describe_weights(record: Record, history: Sequence[Sequence[Sequence[float]]], x: Sequence[int]) -> None:
+    """Cross-cluster weights over time as a heat map per cluster, and a warning when they collapse."""
+    clusters = len(history[-1])
+    for k in range(clusters):
+        values = [[round(float(w[k][j]), 4) for w in history] for j in range(clusters)]
+        rows = [f"from cluster {j}" + (" (own)" if j == k else "") for j in range(clusters)]
+        title = f"cross-cluster weights of cluster {k}"
+        record.add("heatmaps_over_time", title, {"x": list(x), "rows": rows, "values": values})
+    names = [f"cluster {k}" for k in range(clusters)]
+    final = [[round(float(v), 4) for v in row] for row in history[-1]]
+    record.add(
+        "heatmaps",
+        "final cross-cluster weights (row listens to column)",
+        {"values": final, "rows": names, "columns": names},
+    )
+    if clusters > 1:
+        for k, row in enumerate(final):
+            top = max(range(clusters), key=lambda j: row[j])
+            if row[top] >= COLLAPSED:
+                where = "itself" if top == k else f"cluster {top}"
+                record.warn(
+                    f"the weights of cluster {k} collapsed onto {where}; lower eta_w, or use weight_step=mirror"
+                )

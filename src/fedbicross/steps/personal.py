@@ -1,0 +1,77 @@
+"""Personal distillation at the client: FedBiCross Eq. 9. Both teachers are frozen, so their logits are made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedbicross import models
+from fedbicross.engine.device import normalise, to_device
+from fedbicross.engine.predict import load_model, member_logits
+from fedbicross.engine.train import epoch_batches, split_validation
+from fedbicross.seeds import numpy_rng
+from fedbicross.steps.distill import personal_loss
+from fedbicross.steps.student import Student
+
+if TYPE_CHECKING:
+    from fedbicross.context import Context
+    from fedbicross.federation import Client
+
+
+def distil_personal(
+    client: Client,
+    ctx: Context,
+    *,
+    cluster_state: dict[str, Tensor],
+    own_state: dict[str, Tensor],
+    gamma: float,
+    delta: float,
+    temperature: float,
+    epochs: int,
+    lr: float,
+    batch: int,
+    momentum: float,
+    weight_decay: float,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The personal model f_pers and, on held-out local images, the accuracies of all three models.
+
+    Training uses the same local split as the client's own training did, so that the validation images are fresh to
+    none of the three models' losses; a client too small to have any gets no comparison.
+    """
+    name, *shape = ctx.architecture
+    networks = [load_model(name, state, *shape).to(ctx.device) for state in (cluster_state, own_state)]
+    seed = ctx.seed if ctx.training.seed is None else ctx.training.seed
+    rng = numpy_rng(seed, "training", client.name, "validation-split")
+    rows, held = split_validation(client.labels, client.patients, ctx.training.validation, rng)
+    images = to_device(client.images, ctx.device)
+    labels = torch.from_numpy(client.labels).to(ctx.device)
+    cached = torch.cat([member_logits(networks, part, ctx.precision) for part in torch.split(images, 500)], dim=1)
+    student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision)
+    update = ctx.progress.start(f"personalising {client.label}", max(epochs, 1))
+    for epoch in range(epochs):
+        for chosen in epoch_batches(len(rows), batch, ctx.rng("personal", client.name, f"epoch-{epoch}")):
+            index = torch.from_numpy(rows[chosen]).to(ctx.device)
+
+            def loss_of(logits: Tensor, index: Tensor = index) -> Tensor:
+                given = {"temperature": temperature, "gamma": gamma, "delta": delta}
+                return personal_loss(logits, labels[index], cached[0, index], cached[1, index], **given).total
+
+            _, gradients = student.gradient(normalise(images[index]), loss_of)
+            student.update(gradients, lr, momentum, weight_decay)
+        update(epoch + 1, "")
+    ctx.record.flops += models.forward_flops(*ctx.architecture) * (2 * len(labels) + 3 * epochs * len(rows))
+    return student.state(), _compare(student, images, labels, cached, held)
+
+
+def _compare(student: Student, images: Tensor, labels: Tensor, cached: Tensor, held: Any) -> dict[str, float]:
+    if not len(held):
+        return {}
+    index = torch.from_numpy(held).to(images.device)
+    answers = {
+        "cluster model": cached[0, index],
+        "own model": cached[1, index],
+        "personal": torch.cat([student.eval_logits(normalise(part)) for part in torch.split(images[index], 500)]),
+    }
+    return {name: float((z.argmax(1) == labels[index]).float().mean()) for name, z in answers.items()}

@@ -1,0 +1,83 @@
+"""A network that is being distilled: train-mode forward passes, gradients, SGD. FedISCA Eq. 3, FedBiCross Eq. 7."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedbicross.engine.device import autocast
+
+
+class Student:
+    """Parameters, batch-normalisation statistics and momentum of one network, all in place on one device.
+
+    ``gradient`` and ``update`` are apart because FedBiCross needs the gradients of several losses at one point.
+    """
+
+    def __init__(self, model: nn.Module, device: str = "cpu", precision: str = "fp32") -> None:
+        self.device, self.precision = device, precision
+        self.model = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
+        self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
+        self.momentum = [torch.zeros_like(p) for p in self.params.values()]
+
+    def logits(self, x: Tensor, track: bool = True) -> Tensor:
+        """Train-mode logits in float32; ``track`` says whether this batch moves the running statistics."""
+        x = x.contiguous(memory_format=torch.channels_last)
+        buffers = self.buffers if track else {name: b.clone() for name, b in self.buffers.items()}
+        with autocast(self.device, self.precision):
+            out: Tensor = functional_call(self.model, {**self.params, **buffers}, (x,))
+        return out.float() if out.dtype != torch.float64 else out
+
+    def gradient(
+        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], track: bool = True
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of the logits on a batch, detached, and its gradient by every parameter."""
+        with torch.enable_grad():
+            loss = loss_of(self.logits(x, track))
+            gradients = torch.autograd.grad(loss, list(self.params.values()))
+        return loss.detach(), gradients
+
+    @torch.no_grad()
+    def update(self, gradients: Sequence[Tensor], lr: float | Tensor, momentum: float, weight_decay: float) -> None:
+        """SGD in place, as `distill.sgd_step`: b ← m b + g + wd θ, θ ← θ − lr b."""
+        params: list[Tensor] = list(self.params.values())
+        step = torch._foreach_add(list(gradients), params, alpha=weight_decay)
+        torch._foreach_mul_(self.momentum, momentum)
+        torch._foreach_add_(self.momentum, step)
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(params, torch._foreach_mul(self.momentum, lr))
+        else:
+            torch._foreach_add_(params, self.momentum, alpha=-lr)
+
+    @torch.no_grad()
+    def eval_logits(self, x: Tensor) -> Tensor:
+        """Logits with the running statistics, as the finished network would give them."""
+        self.model.eval()
+        try:
+            with autocast(self.device, self.precision):
+                out: Tensor = functional_call(self.model, {**self.params, **self.buffers}, (x,))
+        finally:
+            self.model.train()
+        return out.float()
+
+    def state(self) -> dict[str, Tensor]:
+        """The network's state dict, on the CPU."""
+        both = {**self.params, **self.buffers}
+        return {name: both[name].detach().cpu().clone().contiguous() for name in self.model.state_dict()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a killed run needs to go on to the same bytes."""
+        momentum = zip(self.params, self.momentum, strict=True)
+        return {**self.state(), **{f"momentum/{name}": m.detach().cpu().clone() for name, m in momentum}}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what ``tensors`` gave."""
+        for name, value in {**self.params, **self.buffers}.items():
+            value.copy_(tensors[name])
+        for name, value in zip(self.params, self.momentum, strict=True):
+            value.copy_(tensors[f"momentum/{name}"])

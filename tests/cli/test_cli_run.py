@@ -1,0 +1,218 @@
+"""`run`, `resume`, `report` and `demo`, from the words typed to the files left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.console import CONFIG, artefacts, call, config_file, console, results, snapshot, timeless, write_npz
+
+FILES = ("config.toml", "partition.json", "events.jsonl", "results.json", "report.html", "tables/results.md")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run that other tests read and copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    outcome = call("run", config_file(folder), "--out", folder / "tiny")
+    assert outcome.code == 0, outcome.err
+    return folder / "tiny"
+
+
+def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
+    outcome = console("run", config_file(tmp_path), cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    out = tmp_path / "runs" / "run"  # the default place
+    for name in FILES:
+        assert (out / name).is_file(), name
+    assert outcome.out.splitlines()[-1] == f"report: {Path('runs/run/report.html')}"
+    assert "local_only" in outcome.out and "fedavg" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 150
+    assert timeless(results(out)) == timeless(results(finished))
+
+
+def test_progress_is_plain_lines_on_standard_error(tmp_path: Path) -> None:
+    outcome = console("run", config_file(tmp_path), "--out", tmp_path / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.err.splitlines()
+    assert "== local_only, seed 0" in lines
+    assert any(line.startswith("training client-0: 1/1") for line in lines)
+    assert "testing fedavg: 3/3" in lines
+    assert "\x1b" not in outcome.err + outcome.out and "\r" not in outcome.err
+    assert outcome.json() == results(tmp_path / "out")
+
+
+def test_flags_override_the_file_and_set_overrides_flags(tmp_path: Path) -> None:
+    data = write_npz(tmp_path / "own.npz")
+    outcome = call(
+        *("run", config_file(tmp_path), "--data", data, "--clients", "2", "--alpha", "5", "--epochs", "2"),
+        *("--partition", "dirichlet_plain", "--methods", "majority, local_only", "--model", "resnet8", "--seed", "3"),
+        *(
+            "--set",
+            "training.batch_size=8",
+            "--set",
+            "seeds=[4]",
+            "--set",
+            "data.train_size=20",
+            "--set",
+            "data.test_size=12",
+            "--out",
+            tmp_path / "mine",
+            "--json",
+        ),
+    )
+    assert outcome.code == 0, outcome.err
+    found = outcome.json()
+    config = found["config"]
+    assert (config["name"], config["clients"], config["seeds"]) == ("mine", 2, [4])
+    assert (config["training"]["epochs"], config["training"]["batch_size"]) == (2, 8)
+    assert (config["partition"]["kind"], config["partition"]["alpha"]) == ("dirichlet_plain", 5.0)
+    assert [row["method"] for row in found["rows"]] == ["majority", "local_only"]
+    assert {row["seed"] for row in found["rows"]} == {4}
+    assert found["dataset"]["train_images"] == 20
+    assert tomllib.loads((tmp_path / "mine" / "config.toml").read_text())["clients"] == 2
+
+
+def test_baselines_stand_beside_every_method_unless_refused(tmp_path: Path) -> None:
+    text = CONFIG.replace("baselines = []\n", "").replace('["local_only", "fedavg"]', '["fedavg"]')
+    config = config_file(tmp_path, text)
+    both = call("run", config, "--out", tmp_path / "with", "--json").json()
+    alone = call("run", config, "--out", tmp_path / "without", "--no-baselines", "--json").json()
+    assert [row["method"] for row in both["rows"]] == ["majority", "local_only", "ensemble", "centralised", "fedavg"]
+    assert [row["method"] for row in alone["rows"]] == ["fedavg"]
+    assert both["rows"][-1]["accuracy"] == alone["rows"][0]["accuracy"]
+
+
+def test_several_seeds_give_a_row_each_and_a_spread(tmp_path: Path) -> None:
+    outcome = call("run", config_file(tmp_path), "--seed", "0", "--seed", "7", "--out", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    rows = results(tmp_path / "out")["rows"]
+    found = sorted((row["method"], row["seed"]) for row in rows)
+    assert found == [("fedavg", 0), ("fedavg", 7), ("local_only", 0), ("local_only", 7)]
+    assert outcome.out.count("±") >= 2, "mean and standard deviation over seeds"
+
+
+def test_quick_says_what_it_stands_for(tmp_path: Path) -> None:
+    more = ("--set", "data.train_size=60", "--set", "data.test_size=30", "--set", "training.epochs=1")
+    outcome = call("run", config_file(tmp_path), "--quick", *more, "--out", tmp_path / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    first = outcome.err.splitlines()[0]
+    assert first.startswith("quick settings") and "4000" in first and "'epochs': 8" in first
+    assert outcome.json()["config"]["quick"] is True
+    assert any("indicative" in warning for warning in outcome.json()["warnings"])
+
+
+def test_a_run_is_never_replaced_unasked(tmp_path: Path, finished: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "tiny")
+    before = snapshot(out)
+    refused = call("run", config_file(tmp_path), "--out", out, "--seed", "1")
+    assert (refused.code, refused.err.startswith("error[exists]")) == (4, True)
+    assert "resume" in refused.err
+    assert snapshot(out) == before
+    assert call("run", config_file(tmp_path), "--out", out, "--seed", "1", "--overwrite").code == 0
+    assert {row["seed"] for row in results(out)["rows"]} == {1}
+    assert not list(out.rglob("seed-0")), "the earlier run is gone"
+
+
+def test_an_odd_name_is_printed_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "[/b] [red]ä :smile:"
+    outcome = call("run", config_file(tmp_path), "--methods", "majority", "--out", out)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines()[0].startswith(f"{out.name}: accuracy")
+
+
+def test_ascii_only_output_is_no_crash(tmp_path: Path) -> None:
+    outcome = console(
+        *("run", config_file(tmp_path), "--methods", "majority", "--seed", "0", "--seed", "1"),
+        *("--out", tmp_path / "ö"),
+        env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    )
+    assert outcome.code == 0, outcome.err
+
+
+def test_resume_continues_to_the_same_results(tmp_path: Path, finished: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "tiny")
+    for lost in ("rows", "models", "results.json", "report.html"):
+        shutil.rmtree(out / lost) if (out / lost).is_dir() else (out / lost).unlink()
+    outcome = console("resume", out, "--json")
+    assert outcome.code == 0, outcome.err
+    assert timeless(outcome.json()) == timeless(results(finished)) == timeless(results(out))
+    assert artefacts(out) == artefacts(finished)
+    assert (out / "report.html").is_file()
+    again = call("resume", out)
+    assert again.code == 0 and "report:" in again.out
+    assert "training" not in again.err, "nothing is left to train"
+
+
+def test_report_is_written_anew(tmp_path: Path, finished: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "tiny")
+    page = (out / "report.html").read_bytes()
+    (out / "report.html").unlink()
+    shutil.rmtree(out / "tables")
+    outcome = console("report", out)
+    assert outcome.code == 0, outcome.err
+    paths = [Path(line) for line in outcome.out.splitlines()]
+    assert out / "report.html" in paths and out / "tables" / "results.csv" in paths
+    assert all(path.is_file() for path in paths)
+    assert (out / "report.html").read_bytes() == page
+    assert [Path(text) for text in call("report", out, "--json").json()] == paths
+
+
+def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbicross.cli import demo
+
+    small = {"image_size": 8, "train_size": 60, "test_size": 30}
+    settings: dict[str, Any] = {**demo.SETTINGS, "clients": 2, "threads": 1, "baselines": ["local_only"]}
+    settings["data"] = {**settings["data"], **small}
+    settings["training"] = {**settings["training"], "epochs": 1}
+    monkeypatch.setattr(demo, "SETTINGS", settings)
+
+
+def test_demo_writes_a_report_and_replaces_an_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbicross.cli.app import app
+
+    tiny_demo(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    first = CliRunner().invoke(app, ["demo"])
+    assert first.exit_code == 0, first.output
+    out = tmp_path / "runs" / "demo"
+    assert (out / "report.html").is_file()
+    rows = timeless(results(out))
+    (out / "stale.txt").write_text("from before")
+    second = CliRunner().invoke(app, ["demo", "--out", str(out), "--json"])
+    assert second.exit_code == 0, second.output
+    assert json.loads(second.stdout)["name"] == "demo"
+    assert timeless(results(out)) == rows
+    assert not (out / "stale.txt").exists()
+
+
+def test_demo_spares_a_folder_that_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_demo(monkeypatch)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.toml").write_text("my own project")
+    before = snapshot(tmp_path)
+    outcome = call("demo", "--out", tmp_path / "mine")
+    assert (outcome.code, outcome.err.count("\n")) == (4, 1)
+    assert snapshot(tmp_path) == before
+
+
+def test_demo_starts_in_a_process_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "from fedbicross.cli import demo, main\n"
+        "demo.SETTINGS = {**demo.SETTINGS, 'clients': 2, 'threads': 1, 'baselines': [], 'methods': ['majority'],\n"
+        "  'data': {'name': 'cells', 'image_size': 8, 'train_size': 60, 'test_size': 30}}\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "demo" / "report.html").is_file()

@@ -1,0 +1,172 @@
+"""The documentation keeps its promises: fresh blocks, living links, commands that run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbicross.bundle.format import canonical_json
+from fedbicross.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS = sorted((ROOT / "results").glob("*/results.json"))
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+ABSOLUTE_PATH = re.compile(r"(?:^|[\s(`\"'=:])(/[a-z]+/[\w./-]+)", re.MULTILINE | re.IGNORECASE)
+names = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_generated_blocks_are_fresh() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.build", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+
+
+def test_a_stale_block_is_noticed_and_an_unknown_one_refused() -> None:
+    code = (
+        "from docs import build; page = build.ROOT / 'README.md'\n"
+        "text = '<!-- generated: exit-codes -->\\nstale!\\n<!-- end -->'\n"
+        "new = build.fill(text, page)\nassert 'stale!' not in new and '130' in new and build.fill(new, page) == new\n"
+        "try: build.fill(text.replace('exit-codes', 'nonsense'), page)\n"
+        "except KeyError: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "refused\n", done.stderr
+
+
+@names
+def test_links_lead_somewhere(page: Path) -> None:
+    for picture, link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://", "mailto:")):
+            assert not picture, f"{link}: pictures are kept here"
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT), f"{link} leaves the repository"
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [*PAGES, *RESULTS, *(ROOT / "docs/images").glob("*.svg"), *(ROOT / "examples").glob("*.py")],
+    ids=lambda file: file.relative_to(ROOT).as_posix(),
+)
+def test_no_path_of_a_machine(file: Path) -> None:
+    assert not ABSOLUTE_PATH.findall(file.read_text(encoding="utf-8"))
+
+
+def test_pictures_are_small() -> None:
+    for picture in (ROOT / "docs/images").iterdir():
+        assert picture.stat().st_size < 400_000, picture.name
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
+def test_stored_results_are_whole(file: Path) -> None:
+    assert file.stat().st_size < 500_000
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["complete"]
+    if "trimmed" not in results:
+        rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in results["rows"]]
+        assert hashlib.sha256(canonical_json(rows).encode()).hexdigest() == results["rows_sha256"]
+
+
+def test_every_field_of_the_results_is_explained() -> None:
+    page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8").split("## results.json")[1]
+    explained = set(re.findall(r"`(\w+)`", page))
+    results = json.loads((ROOT / "results/demo/results.json").read_text(encoding="utf-8"))
+    row = results["rows"][0]
+    missing = (set(results) | set(row) | set(row["clients"][0])) - explained - {"trimmed"}
+    assert not missing
+
+
+# --- the commands of "Getting started" -------------------------------------------------------------------
+
+
+def commands() -> list[tuple[str, str]]:
+    """(marker, line) of every shell command on the page, in order."""
+    page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:<!-- test: ([^>]*?) -->\n)?```bash\n(.*?)```", page, flags=re.DOTALL)
+    assert all(marker for marker, _ in blocks), "every shell block says whether a test runs it"
+    return [(marker, line) for marker, block in blocks for line in block.strip().splitlines()]
+
+
+def test_getting_started_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
+    (tmp_path / "run.toml").write_text(re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)[0], encoding="utf-8")
+    draw_photos(tmp_path / "photos")
+    ran = 0
+    for marker, line in commands():
+        if marker.startswith("not run"):
+            continue
+        assert marker == "run" or marker.startswith("run, adding: ")
+        words = shlex.split(line) + shlex.split(marker.partition("adding: ")[2])
+        assert words[0] == "fedbicross"
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, f"{line}: {capsys.readouterr().err}"
+        ran += 1
+    assert ran >= 8
+    assert (tmp_path / "runs/first/report.html").exists()
+    assert (tmp_path / "grid.png").exists()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from a second thread and lose much where another process wants the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw_photos(folder: Path) -> None:
+    """Forty small images in class folders, and a manifest that names their patients and sites."""
+    rng = np.random.default_rng(0)
+    lines = ["path,label,patient_id,site"]
+    for label, level in (("benign", 80), ("malignant", 160)):
+        (folder / label).mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.normal(level, 30, (30, 36, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / label / f"{number:03d}.png")
+            site = "north" if number < 12 else "south"
+            lines.append(f"{label}/{number:03d}.png,{label},{label}-{number // 2},{site}")
+    (folder / "images.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_the_site_holds_together(tmp_path: Path) -> None:
+    code = f"from docs import build, site; from pathlib import Path; site.render(build.ROOT, Path({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(PAGES)
+    for page in pages:
+        for link in re.findall(r'(?:href|src)="([^"]+)"', page.read_text(encoding="utf-8")):
+            if not link.startswith(("http", "mailto:", "#")):
+                assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,13 @@ from fedbicross.engine.recipe import Training
 from fedbicross.federation import Client
 
 torch.set_num_threads(2)
+
+# Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
+TINY_METHODS: dict[str, dict[str, Any]] = {
+    "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
+    "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
+    "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},
+}
 
 
 @pytest.fixture(scope="session")

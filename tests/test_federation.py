@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedbicross
-from conftest import tiny_clients, tiny_context
+from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import MethodError
 from fedbicross.federation import Client, Predictor, Reply, Upload, check_needs, file_name, in_order, simulate
@@ -197,6 +197,6 @@ def test_odd_federations_give_finite_answers(name: str, kind: str) -> None:
             Client(n, c.images, c.labels) for n, c in zip(["a b", "<script>", "x" * 10_000], clients, strict=True)
         ]
     ctx: Context = tiny_context()
-    for probabilities in rows(simulate(create(name, quick=True), clients, ctx), clients[0].images).values():
+    for probabilities in rows(simulate(create(name, TINY_METHODS), clients, ctx), clients[0].images).values():
         assert np.isfinite(probabilities).all()
         assert np.allclose(probabilities.sum(1), 1, atol=1e-4)

@@ -157,6 +157,7 @@ class Context:
     seed: int = 0
     device: str = "cpu"
     precision: str = "fp32"
+    fast: bool = False  # compiled and recorded steps; a GPU only
     scope: str = "seed-0/method"  # where this method's files live in the store
     store: Store = field(default_factory=MemoryStore)
     progress: Progress = field(default_factory=Silent)

@@ -16,7 +16,7 @@ from pathlib import Path
 from cli.console import environment
 
 FORGE = """
-import json, os, sys
+import json, os, signal, sys
 import torch, torch._dynamo, sklearn.metrics, matplotlib.figure, jinja2, PIL.Image
 import fedbicross.runs.runner, fedbicross.report.write, fedbicross.engine.train, fedbicross.engine.predict
 from fedbicross.cli import main
@@ -31,6 +31,7 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.argv = ["fedbicross", *order["args"]]
         status = 1
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test runner was started with
         try:
             main()
         except SystemExit as stop:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from conftest import tiny_clients, tiny_context
+from conftest import TINY_METHODS, tiny_clients, tiny_context
+from fedbicross.context import Context
 from fedbicross.errors import ConfigError
-from fedbicross.federation import Reply, Upload, check_needs
+from fedbicross.federation import Reply, Upload, check_needs, records, simulate
 from fedbicross.methods import METHODS, create, method_names
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Context:
+    """One store for all tests here, so that the clients are trained once."""
+    return tiny_context()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -37,11 +46,11 @@ def test_every_setting_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", method_names())
-def test_declared_needs_are_met_by_its_own_uploads(spec: str) -> None:
-    method = create(spec, quick=True)
+def test_declared_needs_are_met_by_its_own_uploads(spec: str, shared: Context) -> None:
+    method = create(spec, TINY_METHODS)
     if method.pools_data:
         return
-    uploads = [method.upload(client, tiny_context()) for client in tiny_clients(2)]
+    uploads = [method.upload(client, shared) for client in tiny_clients(2)]
     check_needs(method, uploads)
     for upload in uploads:
         if "class_counts" not in method.needs:
@@ -51,18 +60,32 @@ def test_declared_needs_are_met_by_its_own_uploads(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", method_names())
-def test_no_upload_holds_an_image(spec: str) -> None:
-    method = create(spec, quick=True)
+def test_no_upload_holds_an_image(spec: str, shared: Context) -> None:
+    method = create(spec, TINY_METHODS)
     if method.pools_data:
         return
     client = tiny_clients(1)[0]
-    upload = method.upload(client, tiny_context())
+    upload = method.upload(client, shared)
     sent = b"".join(
         value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for value in upload.tensors.values()
     )
     for image in client.images:
         assert image.tobytes() not in sent
         assert (image.astype("float32") / 127.5 - 1).tobytes() not in sent
+
+
+@pytest.mark.parametrize("spec", [spec for spec in method_names() if spec != "fedavg:multi_round"])
+def test_every_variant_runs_and_answers(spec: str, shared: Context) -> None:
+    clients = tiny_clients(3)
+    ctx = replace(shared, scope=f"seed-0/{spec.replace(':', '-')}")
+    predictors = simulate(create(spec, TINY_METHODS), clients, ctx)
+    assert list(predictors) == [client.name for client in clients]
+    for predictor in predictors.values():
+        answers = predictor.probabilities(clients[0].images)
+        assert np.isfinite(answers).all()
+        assert np.allclose(answers.sum(1), 1, atol=1e-4)
+    kept = records(ctx, list(predictors), create(spec, TINY_METHODS).rounds)
+    assert sum(record["flops"] for record in kept) > 0 or spec == "majority"
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -9,7 +9,8 @@ from fedbicross._lazy import lazy_submodules
 if TYPE_CHECKING:
     from fedbicross.engine import device as device
     from fedbicross.engine import ensemble as ensemble
+    from fedbicross.engine import fast as fast
     from fedbicross.engine import predict as predict
     from fedbicross.engine import train as train
 
-__getattr__ = lazy_submodules(__name__, ["device", "ensemble", "predict", "train"])
+__getattr__ = lazy_submodules(__name__, ["device", "ensemble", "fast", "predict", "train"])

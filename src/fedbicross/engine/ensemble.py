@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
@@ -77,11 +78,15 @@ class Ensemble:
     no running statistics, and BatchNorm1d/3d, stay in eval mode and take no part in matching or adaptation.
     """
 
-    def __init__(self, models: Sequence[nn.Module], precision: str = "fp32") -> None:
+    def __init__(self, models: Sequence[nn.Module], precision: str = "fp32", fast: bool = False) -> None:
         if not models:
             raise MethodError("no_clients", "an ensemble needs at least one model")
-        self.precision = precision
+        self.precision, self.fast = precision, fast
         self._clients = [_private_copy(model) for model in models]
+        self._functions: dict[
+            tuple[object, ...], Callable[..., Any]
+        ] = {}  # compiled passes, one per architecture and mode
+        self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -96,12 +101,19 @@ class Ensemble:
         if not indices:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         chosen = object.__new__(Ensemble)
-        chosen.precision = self.precision
+        chosen.precision, chosen.fast, chosen._functions, chosen.captured = (
+            self.precision,
+            self.fast,
+            self._functions,
+            {},
+        )
         chosen._clients = [self._clients[i] for i in indices]
         return chosen
 
     def logits(self, x: Tensor) -> Tensor:
         """[N,B,C] with the stored BN statistics (the original teachers)."""
+        if self.fast:
+            return self._stack(self._fast("stored"), x)
         return self._stack(lambda model, _, x: model(x), x)
 
     def batch_logits(self, x: Tensor) -> Tensor:
@@ -109,7 +121,7 @@ class Ensemble:
 
         So does the noise-adapted teacher of the authors' released code (a copy left in train mode).
         """
-        return self._stack(_in_mode("batch"), x)
+        return self._stack(self._fast("batch") if self.fast else _in_mode("batch"), x)
 
     def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
         """[N,B,C], each BN layer normalising with the given statistics (the noise-adapted teachers of Eq. 3)."""
@@ -129,6 +141,8 @@ class Ensemble:
         A client without BN has the term 0.
         """
         losses: list[Tensor] = []
+        if self.fast:
+            return self._stack(self._fast("match", losses), x), torch.stack(losses)
 
         def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
             with _forward(current, "match"):
@@ -166,6 +180,23 @@ class Ensemble:
                 )
             updated.append(new)
         return updated
+
+    def _fast(self, mode: _Mode, losses: list[Tensor] | None = None) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:
+        """A pass by one compiled function per architecture, called with each client's weights."""
+        from fedbicross.engine.fast import compiled
+
+        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+            state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            key = (mode, *((name, tuple(value.shape)) for name, value in state.items()))
+            if key not in self._functions:
+                self._functions[key] = compiled(_pass_function(model, current, mode))
+            output, loss = self._functions[key](state, x)
+            if losses is not None:
+                losses.append(loss)
+            result: Tensor = output
+            return result
+
+        return run
 
     def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
@@ -224,6 +255,23 @@ def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) 
         yield
     finally:
         current.mode = "stored"
+
+
+def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One forward pass as a function of a client's weights, for compilation."""
+
+    def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        current.mode, current.seen = mode, []
+        output = functional_call(template, state, (x,))
+        terms = [
+            torch.linalg.vector_norm(mean - state[f"{name}.running_mean"])
+            + torch.linalg.vector_norm(var - state[f"{name}.running_var"])
+            for name, mean, var in current.seen
+        ]
+        current.mode, current.seen = "stored", []
+        return output, torch.stack(terms).sum() if terms else output.new_zeros(())
+
+    return run
 
 
 def _in_mode(mode: _Mode) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:

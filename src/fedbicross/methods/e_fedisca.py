@@ -146,7 +146,8 @@ class EFedISCA(Method[EFedISCAConfig]):
                     groups = {"student": student.tensors(), "watch": watch.tensors(), "statistics": kept}
                     return join_groups(**groups), {"epoch": epoch, "done": s}
 
-                ctx.save_stage_when_due("distillation", state)
+                if watch.step < total:  # the last step is made again, since its sample is described below
+                    ctx.save_stage_when_due("distillation", state)
             done = 0
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)

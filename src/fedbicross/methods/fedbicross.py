@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
@@ -71,6 +71,19 @@ class FedBiCrossConfig(SynthesisConfig):
     epochs_personal: int = Field(10, ge=0, description="of stage 3 (paper: 10)")
     lr_personal: float = Field(1e-3, gt=0, description="rate of stage 3 (not given; local training has 1e-3)")
     batch_personal: int = Field(128, ge=2, description="batch of stage 3 (not given; local training has 128)")
+
+    @field_validator("clusters")
+    @classmethod
+    def _at_least_one(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("at least 1, or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _weights_need_validation(self) -> FedBiCrossConfig:
+        if self.weights == "bilevel" and self.validation_share == 0 and self.clusters != 1:
+            raise ValueError("weights=bilevel learns from held-out rows: validation_share must be greater than 0")
+        return self
 
 
 class FedBiCross(Method[FedBiCrossConfig]):
@@ -213,7 +226,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         kind = "uniform" if config.weights == "bilevel" else config.weights
         centres = steps.clustering.centroids(features, clustering)
         weights = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)
-        history = [(0, weights)]
+        history = [(0, weights.clone())]
         begin, saved = 0, None
         checkpoint = ctx.load_stage("cluster-models")
         if checkpoint is not None:
@@ -229,6 +242,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
             history = [(int(x), w) for x, w in zip(past["x"], past["history"], strict=True)]
         rows, held = split_rows(config.batch, len(ctx.task.classes), config.validation_share)
         train, validation = torch.tensor(rows, device=ctx.device), torch.tensor(held, device=ctx.device)
+        step = partial(self._step, students, weights, train, validation if learned else None)
         update = ctx.progress.start(f"{self.name}: cluster models", total)
         for number in range(begin, config.trajectories):
             sources = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
@@ -236,14 +250,10 @@ class FedBiCross(Method[FedBiCrossConfig]):
             for samples in zip(*sources, strict=True):
                 done = number * config.steps + samples[0].t
                 lr = config.lr * rate(config.schedule, (done - 1) / total)
-                for k, student in enumerate(students):
-                    loss, hypergradient = self._inner_step(
-                        k, student, samples, weights[k], lr, train, validation if learned else None
-                    )
-                    if hypergradient is not None:
-                        weights[k] = self._outer_step(weights[k], hypergradient)
-                    watches[k].add(samples[k], distillation=loss)
-                if done % max(1, total // 100) == 0:
+                losses = step(samples, lr)
+                for k, watch in enumerate(watches):
+                    watch.add(samples[k], distillation=losses[k])
+                if done % max(1, total // 100) == 0 or done == total:
                     history.append((done, weights.clone()))
                 update(done, f"trajectory {number + 1}/{config.trajectories}")
 
@@ -262,14 +272,53 @@ class FedBiCross(Method[FedBiCrossConfig]):
                         groups |= {f"source-{k}": sources[k].tensors()}
                     return join_groups(**groups), {"trajectory": number}
 
-                ctx.save_stage_when_due("cluster-models", state)
+                if done < total:  # the last step is made again, since its samples are described below
+                    ctx.save_stage_when_due("cluster-models", state)
         for k in range(count):
             watches[k].finish(teachers[k], samples[k], sources[k].labels, students[k])
         if count > 1:
-            steps.diagnosis.describe_weights(ctx.record, [w.tolist() for _, w in history], [x for x, _ in history])
+            over_time = [w.tolist() for _, w in history]
+            steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)
         clients = sum(len(teacher.ensemble) for teacher in teachers)
         ctx.record.flops += synthesis_flops(ctx, clients, config.batch, total, total, students=count * (count + 1))
         return students
+
+    def _step(
+        self,
+        students: Sequence[Student],
+        weights: Tensor,
+        train: Tensor,
+        validation: Tensor | None,
+        samples: Sequence[Sample],
+        lr: float,
+    ) -> list[Tensor]:
+        """Eqs. 7 and 8 for every cluster at one t; changes students and ``weights`` in place, returns the losses."""
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            *labelled, lam, rate = tensors
+            given = [
+                sample._replace(images=images, original=original, adapted=adapted, lam=lam)
+                for sample, images, original, adapted in zip(
+                    samples, labelled[::3], labelled[1::3], labelled[2::3], strict=True
+                )
+            ]
+            losses = []
+            for k, student in enumerate(students):
+                loss, hypergradient = self._inner_step(k, student, given, weights[k], rate, train, validation)
+                if hypergradient is not None:
+                    weights[k] = self._outer_step(weights[k], hypergradient)
+                losses.append(loss)
+            return losses
+
+        device = students[0].device
+        numbers = [engine.fast.scalar(samples[0].lam, device), engine.fast.scalar(lr, device)]
+        inputs = [value for sample in samples for value in (sample.images, sample.original, sample.adapted)]
+        if not students[0].fast:
+            return step(*inputs, *numbers)
+        state = [weights, *(value for student in students for value in student.in_place)]
+        recorded = students[0].captured.setdefault("stage 2", engine.fast.Captured(step, state))
+        losses: list[Tensor] = recorded(*inputs, *numbers)
+        return losses
 
     def _trajectory(
         self, k: int, number: int, teacher: Teacher, saved: list[dict[str, Tensor]] | None, ctx: Context
@@ -286,7 +335,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         student: Student,
         samples: Sequence[Sample],
         weights: Tensor,
-        lr: float,
+        lr: Tensor,
         train: Tensor,
         validation: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:

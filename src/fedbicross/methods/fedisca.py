@@ -113,7 +113,8 @@ class FedISCA(Method[FedISCAConfig]):
                     groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
                     return join_groups(**groups), {"epoch": epoch}
 
-                ctx.save_stage_when_due("distillation", state)
+                if watch.step < total:  # the last step is made again, since its sample is described below
+                    ctx.save_stage_when_due("distillation", state)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
         synthesised = total if config.synthesis else 0

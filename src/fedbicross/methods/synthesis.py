@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import engine, steps
 from fedbicross.context import Context
+from fedbicross.errors import MethodError
 from fedbicross.federation import Client, MethodConfig, Upload, file_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedbicross.engine.fast import Captured
     from fedbicross.steps.inversion import InversionSettings
     from fedbicross.steps.student import Student
     from fedbicross.steps.trajectory import Sample, Teacher
@@ -91,6 +94,7 @@ class SynthesisConfig(MethodConfig):
             ctx.architecture[1:],
             ctx.device,
             ctx.precision,
+            ctx.fast,
         )
         steps.teachers.need_batchnorm(ensemble, names, method)
         weights = None
@@ -103,9 +107,21 @@ class SynthesisConfig(MethodConfig):
 
     def learn(self, student: Student, sample: Sample, lr: float) -> Tensor:
         """One SGD step on one batch: Eq. 3 of FedISCA, Eq. 5 of FedBiCross."""
-        loss, gradients = student.gradient(sample.images, lambda logits: self.loss(logits, sample))
-        student.update(gradients, lr, self.momentum, self.weight_decay)
-        return loss
+        fast = engine.fast
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            images, original, adapted, lam, rate = tensors
+            given = sample._replace(images=images, original=original, adapted=adapted, lam=lam)
+            loss, gradients = student.gradient(images, partial(self.loss, sample=given))
+            student.update(gradients, rate, self.momentum, self.weight_decay)
+            return [loss]
+
+        numbers = [fast.scalar(sample.lam, student.device), fast.scalar(lr, student.device)]
+        inputs = (sample.images, sample.original, sample.adapted, *numbers)
+        if not student.fast:
+            return step(*inputs)[0]
+        recorded: Captured = student.captured.setdefault("learn", fast.Captured(step, student.in_place))
+        return recorded(*inputs)[0]
 
     def loss(self, logits: Tensor, sample: Sample) -> Tensor:
         """λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""
@@ -122,7 +138,7 @@ def rate(schedule: str, progress: float) -> float:
 def new_student(ctx: Context, number: int) -> Student:
     """A freshly initialised student; number k is that of cluster k."""
     model = ctx.new_model(ctx.torch_rng("student", str(number)))
-    return steps.student.Student(model, ctx.device, ctx.precision)
+    return steps.student.Student(model, ctx.device, ctx.precision, ctx.fast)
 
 
 def image_shape(ctx: Context) -> tuple[int, int, int]:
@@ -160,6 +176,9 @@ class Watch:
 
     def finish(self, teacher: Teacher, sample: Sample, labels: Tensor, student: Student) -> None:
         """Numbers, curves, the strip of pictures, and warnings in words."""
+        if not student.finite:
+            hint = "lower the student's lr, or lr_synthesis"
+            raise MethodError("diverged", f"{self.title}: the student's weights are no longer finite; {hint}")
         record = self.ctx.record
         diagnosis = steps.diagnosis
         diagnosis.describe_synthesis(record, self.title, teacher, sample.images, labels, self.ctx.task.classes)

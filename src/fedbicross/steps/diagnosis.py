@@ -5,7 +5,9 @@ Everything here looks at uploads and synthetic images only. Thresholds are state
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +44,7 @@ class Curves:
 
     def plot(self, names: Sequence[str], ylabel: str) -> dict[str, Any]:
         """As the report draws it."""
-        series = {name: [round(float(v), 6) for v in self.values.get(name, [])] for name in names}
+        series = {name: [_number(v) for v in self.values.get(name, [])] for name in names}
         return {"x": self.x, "series": series, "xlabel": "step", "ylabel": ylabel}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -56,6 +58,11 @@ class Curves:
         self.values = {
             key.removeprefix("curve/"): list(value) for key, value in tensors.items() if key.startswith("curve/")
         }
+
+
+def _number(value: Tensor) -> float | None:
+    number = float(value)
+    return round(number, 6) if math.isfinite(number) else None  # JSON has no infinity; the plot leaves a gap
 
 
 class Strip:
@@ -97,7 +104,7 @@ def describe_synthesis(
     """Entropy of the teacher's soft labels, its cross-entropy per class, and whether the images have structure."""
     logits = teacher.ensemble.logits(images).mean(0)
     log_probabilities = logits.log_softmax(-1)
-    entropy = float(soft_label_entropy(log_probabilities.exp()))
+    entropy = float(soft_label_entropy(replace(teacher, temperature=1.0).original(images)))
     smooth = float(structure(images.float()))
     per_class: list[tuple[str, float, float]] = []
     for index, name in enumerate(classes):
@@ -116,8 +123,8 @@ def describe_synthesis(
     )
     if entropy > UNIFORM:
         record.warn(
-            f"{title}: the teacher's soft labels are nearly uniform (entropy {entropy:.2f} of 1): there is little to learn; "
-            "use more clusters, or teacher=class_weighted"
+            f"{title}: the teacher's soft labels are nearly uniform (entropy {entropy:.2f} of 1): "
+            "there is little to learn; use more clusters, or teacher=class_weighted"
         )
     if smooth < NO_STRUCTURE:
         record.warn(
@@ -143,8 +150,10 @@ def describe_student(record: Record, title: str, student_logits: Tensor, teacher
         )
 
 
-def describe_weights(record: Record, history: Sequence[Sequence[Sequence[float]]], x: Sequence[int]) -> None:
-    """Cross-cluster weights over time as a heat map per cluster, and a warning when they collapse."""
+def describe_weights(
+    record: Record, history: Sequence[Sequence[Sequence[float]]], x: Sequence[int], learned: bool = True
+) -> None:
+    """Cross-cluster weights over time as a heat map per cluster, and a warning when learned ones collapse."""
     clusters = len(history[-1])
     for k in range(clusters):
         values = [[round(float(w[k][j]), 4) for w in history] for j in range(clusters)]
@@ -158,11 +167,11 @@ def describe_weights(record: Record, history: Sequence[Sequence[Sequence[float]]
         "final cross-cluster weights (row listens to column)",
         {"values": final, "rows": names, "columns": names},
     )
-    if clusters > 1:
+    if clusters > 1 and learned:
         for k, row in enumerate(final):
             top = max(range(clusters), key=lambda j: row[j])
             if row[top] >= COLLAPSED:
                 where = "itself" if top == k else f"cluster {top}"
                 record.warn(
-                    f"the weights of cluster {k} collapsed onto {where}; lower eta_w, or use weight_step=mirror"
+                    f"the weights of cluster {k} collapsed onto {where}; lower lr_weights, or use weight_step=mirror"
                 )

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedbicross.engine.fast import Captured
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -165,16 +167,27 @@ class Inversion:
         if self.t >= self.settings.steps:
             raise ValueError(f"all {self.settings.steps} steps are done")
         offset = self._offsets.index_select(0, self._count.view(1))[0]
-        with torch.enable_grad():
-            leaf = self.images.detach().requires_grad_(True)
-            loss = inversion_loss(self.ensemble, circular_shift(leaf, offset), self.labels, self.settings)
-            (gradient,) = torch.autograd.grad(loss.total, leaf)
-        self._count = self._count + 1
-        self.images, self._first, self._second = adam_step(
-            self.images, gradient, self._first, self._second, self._count, self.settings.lr
-        )
+        advance = self._advance
+        if self.ensemble.fast:
+            # One recording serves all trajectories of this ensemble and these settings.
+            recorded = self.ensemble.captured.setdefault(f"inversion {self.settings}", Captured(self._advance))
+            advance = recorded
+        out = advance(self.images, self._first, self._second, self._count, offset, self.labels)
+        self.images, self._first, self._second, self._count = out[:4]
         self.t += 1
-        return InversionLoss(*(term.detach() for term in loss))
+        return InversionLoss(*out[4:])
+
+    def _advance(
+        self, images: Tensor, first: Tensor, second: Tensor, count: Tensor, offset: Tensor, labels: Tensor
+    ) -> list[Tensor]:
+        """The step as a function of tensors: new images, moments and count, then the terms of the loss."""
+        with torch.enable_grad():
+            leaf = images.detach().requires_grad_(True)
+            loss = inversion_loss(self.ensemble, circular_shift(leaf, offset), labels, self.settings)
+            (gradient,) = torch.autograd.grad(loss.total, leaf)
+        count = count + 1
+        moved = adam_step(images, gradient, first, second, count, self.settings.lr)
+        return [*moved, count, *(term.detach() for term in loss)]
 
 
 def structure(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.engine.train import epoch_batches, split_validation
+from fedbicross.errors import MethodError
 from fedbicross.seeds import numpy_rng
 from fedbicross.steps.distill import personal_loss
 from fedbicross.steps.student import Student
@@ -61,6 +62,8 @@ def distil_personal(
             _, gradients = student.gradient(normalise(images[index]), loss_of)
             student.update(gradients, lr, momentum, weight_decay)
         update(epoch + 1, "")
+    if not student.finite:
+        raise MethodError("diverged", f"{client.label}: the personal weights are no longer finite; lower lr_personal")
     ctx.record.flops += models.forward_flops(*ctx.architecture) * (2 * len(labels) + 3 * epochs * len(rows))
     return student.state(), _compare(student, images, labels, cached, held)
 

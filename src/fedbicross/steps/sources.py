@@ -65,7 +65,7 @@ class FinishedOnly:
         if not self.done:
             while self.trajectory.inversion.t < steps:
                 self.trajectory.inversion.step()
-            self.pool.append(self.trajectory.inversion.images)
+            self.pool.append(self.trajectory.inversion.images.clone())  # a checkpoint holds both, and no tensor twice
         for index in self.order_of(len(self.pool))[self.done :]:
             self.done += 1
             original = self.trajectory.teacher.original(self.pool[index])

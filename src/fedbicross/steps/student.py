@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbicross.engine.device import autocast
+from fedbicross.engine.fast import compiled
 
 
 class Student:
@@ -17,20 +19,31 @@ class Student:
     ``gradient`` and ``update`` are apart because FedBiCross needs the gradients of several losses at one point.
     """
 
-    def __init__(self, model: nn.Module, device: str = "cpu", precision: str = "fp32") -> None:
-        self.device, self.precision = device, precision
+    def __init__(self, model: nn.Module, device: str = "cpu", precision: str = "fp32", fast: bool = False) -> None:
+        self.device, self.precision, self.fast = device, precision, fast
         self.model = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
+        self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
+        self.forward = compiled(self._forward) if fast else self._forward
 
     def logits(self, x: Tensor, track: bool = True) -> Tensor:
         """Train-mode logits in float32; ``track`` says whether this batch moves the running statistics."""
         x = x.contiguous(memory_format=torch.channels_last)
         buffers = self.buffers if track else {name: b.clone() for name, b in self.buffers.items()}
         with autocast(self.device, self.precision):
-            out: Tensor = functional_call(self.model, {**self.params, **buffers}, (x,))
+            out: Tensor = self.forward({**self.params, **buffers}, x)
         return out.float() if out.dtype != torch.float64 else out
+
+    def _forward(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = functional_call(self.model, state, (x,))
+        return out
+
+    @property
+    def in_place(self) -> list[Tensor]:
+        """Every tensor that ``update`` or a tracked pass changes."""
+        return [*self.params.values(), *self.buffers.values(), *self.momentum]
 
     def gradient(
         self, x: Tensor, loss_of: Callable[[Tensor], Tensor], track: bool = True
@@ -63,6 +76,11 @@ class Student:
         finally:
             self.model.train()
         return out.float()
+
+    @property
+    def finite(self) -> bool:
+        """Whether every weight is still a finite number."""
+        return all(bool(torch.isfinite(p).all()) for p in self.params.values())
 
     def state(self) -> dict[str, Tensor]:
         """The network's state dict, on the CPU."""

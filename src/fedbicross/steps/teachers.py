@@ -19,6 +19,7 @@ def load_teachers(
     shape: tuple[int, int, int],
     device: str = "cpu",
     precision: str = "fp32",
+    fast: bool = False,
 ) -> Ensemble:
     """The clients' networks as an ensemble on ``device``; ``shape`` is (channels, classes, image size)."""
     networks = []
@@ -31,7 +32,7 @@ def load_teachers(
             first = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
             raise MethodError("wrong_weights", f"{name!r} did not send a {architecture}: {first[:200]}") from None
         networks.append(network)
-    return Ensemble([network.to(device) for network in networks], precision)
+    return Ensemble([network.to(device) for network in networks], precision, fast)
 
 
 def check_state(name: str, state: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ With ``ema`` (Eq. 3 as written) the adapted teacher exists only after the whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedbicross.engine.ensemble import Ensemble, Statistics
+from fedbicross.engine.fast import Captured
 from fedbicross.steps.adaptation import adapt, window
 from fedbicross.steps.distill import Combination, combine_logits, noise_level
 from fedbicross.steps.inversion import Inversion, InversionLoss, InversionSettings, balanced_labels
@@ -28,7 +29,7 @@ class Sample(NamedTuple):
     images: Tensor
     original: Tensor  # soft labels [B,C] of F
     adapted: Tensor  # soft labels [B,C] of F̃
-    lam: float
+    lam: float | Tensor
     loss: InversionLoss | None  # of the synthesis step that made x(t)
 
 
@@ -57,14 +58,18 @@ class Teacher:
 
     def speak(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
         """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
-        if self.adaptation == "none":
-            original = self.original(x)
+        if self.adaptation == "none" or lam <= 0:
+            original = self._ask("original", self.original, x)
             return original, original, 0.0
-        if lam <= 0:
-            original = self.original(x)
-            return original, original, 0.0
-        adapted = self.adapted(x, statistics)
-        return (self.original(x) if lam < 1 else adapted), adapted, lam
+        adapted = self._ask("adapted", self.adapted, x) if statistics is None else self.adapted(x, statistics)
+        return (self._ask("original", self.original, x) if lam < 1 else adapted), adapted, lam
+
+    def _ask(self, which: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self.ensemble.fast:
+            return function(x)
+        key = f"{which} {self.combine} {self.temperature} {tuple(x.shape)}"
+        recorded: Captured = self.ensemble.captured.setdefault(key, Captured(lambda x: [function(x)]))
+        return recorded(x)[0]
 
     def _soft(self, logits: Tensor) -> Tensor:
         return combine_logits(logits, self.combine, self.temperature, self.class_weights)

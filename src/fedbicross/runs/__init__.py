@@ -1,0 +1,1 @@
+"""Runs: configuration, storage, resuming, and the loop over seeds and methods."""

@@ -1,0 +1,185 @@
+"""The configuration of a run: defaults < TOML file < ``--quick`` < flags < ``--set``. Torch-free."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fedbicross import models
+from fedbicross.engine.recipe import Training
+from fedbicross.errors import ConfigError, nearest
+from fedbicross.federation import Method
+from fedbicross.methods import create
+from fedbicross.settings import Settings, parse
+
+QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
+    "model": "resnet8",
+    "data": {"train_size": 4000, "test_size": 1000},
+    "training": {"recipe": "modern", "epochs": 8},
+}
+
+
+class DataSettings(Settings):
+    """Which images."""
+
+    name: str = Field("cells", description="a known data set, or the path of a folder, CSV manifest or .npz file")
+    dir: str | None = Field(None, description="where .npz files lie")
+    image_size: int = Field(28, ge=8, le=1024, description="pixels per side")
+    train_size: int | None = Field(None, ge=1, description="use only so many training images (cells: draw so many)")
+    test_size: int | None = Field(None, ge=1, description="use only so many test images (cells: draw so many)")
+    test_fraction: float = Field(0.2, gt=0, lt=1, description="held out where the data bring no test set")
+    seed: int = Field(0, description="seed of drawing, subsampling and splitting; the same for all run seeds")
+
+
+class PartitionSettings(Settings):
+    """How the training images are dealt out to clients."""
+
+    kind: str = Field("dirichlet", description="see `fedbicross list partitions`")
+    alpha: float = Field(0.1, description="Dirichlet concentration; smaller is more skewed")
+    classes_per_client: int = Field(2, description="for pathological")
+    min_samples: int = Field(10, ge=0, description="smallest client that the repair step accepts")
+    strength: float = Field(1.0, ge=0, description="for scanner: how different the scanners are")
+    seed: int | None = Field(None, description="none: the run's seed")
+    file: str | None = Field(None, description="reuse a saved partition.json")
+
+
+class RunConfig(Settings):
+    """Everything that determines a run's results."""
+
+    name: str = Field("run", description="shown in the report")
+    data: DataSettings = Field(default_factory=DataSettings)
+    model: str = Field("resnet18", description="architecture of clients and students")
+    clients: int = Field(5, description="number of simulated hospitals, N")
+    partition: PartitionSettings = Field(default_factory=PartitionSettings)
+    training: Training = Field(default_factory=lambda: Training(recipe="paper"))
+    methods: list[str] = Field(default_factory=lambda: ["local_only", "fedavg", "ensemble"])
+    baselines: list[str] = Field(
+        default_factory=lambda: ["majority", "local_only", "ensemble", "centralised"],
+        description="always shown beside the methods; [] for none",
+    )
+    method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    deterministic: bool = Field(False, description="plain path on a GPU too: slower, the same bytes every time")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none: torch's choice")
+    quick: bool = Field(False, description="small settings were asked for")
+
+    def all_methods(self) -> list[str]:
+        """Baselines first, then the methods asked for, each once."""
+        return list(dict.fromkeys([*self.baselines, *self.methods]))
+
+    def build(self, spec: str) -> Method[Any]:
+        """The method of this name with this run's settings."""
+        return create(spec, self.method, self.quick)
+
+
+def load_config(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+    quick: bool = False,
+) -> RunConfig:
+    """Resolve and check a configuration; any mistake is a one-line ``ConfigError``."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = merge(values, read_toml(file))
+    if quick:
+        values = merge(values, {**QUICK, "quick": True})
+    values = merge(values, flags or {})
+    for text in assignments:
+        values = merge(values, parse_assignment(text))
+    config = parse(RunConfig, values)
+    check(config)
+    return config
+
+
+def check(config: RunConfig) -> None:
+    """Everything that can be wrong without looking at a single image."""
+    from fedbicross.data import DATASETS, PARTITIONS
+
+    if config.clients < 1:
+        raise ConfigError("clients", f"clients: at least 1 is needed (got {config.clients})")
+    if config.partition.alpha <= 0:
+        raise ConfigError("alpha", f"partition.alpha: must be greater than 0 (got {config.partition.alpha})")
+    if config.partition.kind not in PARTITIONS:
+        hint = nearest(config.partition.kind, PARTITIONS)
+        raise ConfigError("unknown_partition", f"unknown partition {config.partition.kind!r}{hint}")
+    if config.model not in models.MODELS:
+        raise ConfigError("unknown_model", f"unknown model {config.model!r}{nearest(config.model, models.MODELS)}")
+    name = config.data.name
+    if name not in DATASETS and not name.startswith("python:") and not _exists(name):
+        raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, DATASETS)}")
+    if len(set(config.seeds)) < len(config.seeds):
+        raise ConfigError("seeds", "seeds: each seed once")
+    if not config.all_methods():
+        raise ConfigError("methods", "methods: name at least one (see `fedbicross list methods`)")
+    for spec in config.all_methods():
+        method = config.build(spec)
+        if "bn_stats" in method.needs and not models.MODELS[config.model].has_batchnorm:
+            reason = f"{spec} needs batch-normalisation statistics, which {config.model!r} does not have"
+            raise ConfigError("needs_batchnorm", f"{reason}; choose another --model")
+    known = {spec.partition(":")[0] for spec in config.all_methods()} | set(config.all_methods())
+    for spec in config.method:
+        if spec not in known:
+            raise ConfigError(
+                "unused_method", f"settings for method {spec!r}, which does not run{nearest(spec, known)}"
+            )
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # e.g. a name longer than the file system takes
+        return False
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file as a dict."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no_config", f"no configuration file {str(file)!r}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("bad_toml", f"{file}: {error}") from None
+
+
+def parse_assignment(text: str) -> dict[str, Any]:
+    """``a.b=c`` as a nested dict; the value is TOML, or a plain string if it is not."""
+    path, sign, value = text.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not sign or not all(keys):
+        raise ConfigError("bad_set", f"--set {text!r}: expected key=value, e.g. --set training.lr=0.01")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for key in reversed(keys):
+        parsed = {key: parsed}
+    return dict(parsed)
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """``high`` over ``low``, table by table."""
+    out = dict(low)
+    for key, value in high.items():
+        old = out.get(key)
+        out[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return out
+
+
+def as_toml(config: RunConfig) -> str:
+    """The fully resolved configuration; what is not set is left out."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(config.model_dump()))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,0 +1,130 @@
+"""From predictors to rows: one pass over the test set, three protocols, costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedbicross.bundle import pack, unpack
+from fedbicross.context import Context
+from fedbicross.evaluate.protocols import TestSet, score_client
+from fedbicross.evaluate.summary import summarise
+from fedbicross.federation import Client, Method, Predictor, Reply, Upload, file_name, records
+
+if TYPE_CHECKING:
+    from fedbicross.context import Store
+
+
+def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ctx: Context) -> dict[str, np.ndarray]:
+    """Probabilities of every client's predictor on the whole test set; equal predictors run once."""
+    import torch
+
+    done: dict[int, bytes] = {}
+    out = {}
+    update = ctx.progress.start(f"testing {ctx.scope.partition('/')[2]}", len(predictors))
+    for number, (client, predictor) in enumerate(predictors.items(), 1):
+        name = f"predictions/{ctx.scope}/{file_name(client)}.safetensors"
+        data = ctx.store.load(name) or done.get(id(predictor))
+        if data is None:
+            probabilities = predictor.probabilities(test_images, ctx.device)
+            data = pack("predictions", {"probabilities": torch.from_numpy(probabilities)}, {})
+        done[id(predictor)] = data
+        ctx.store.save(name, data)
+        out[client] = unpack(data, "predictions")[0]["probabilities"].numpy()
+        update(number, "")
+    return out
+
+
+def make_row(
+    spec: str,
+    method: Method[Any],
+    clients: Sequence[Client],
+    predictions: Mapping[str, np.ndarray],
+    test: TestSet,
+    owners: Mapping[str, int],
+    ctx: Context,
+    local_only: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """One row of results.json, without clock times, so that the same run gives the same bytes."""
+    classes = len(ctx.task.classes)
+    scores = []
+    for client in clients:
+        score = score_client(
+            predictions[client.name], test, owners[client.name], np.array(client.class_counts(classes))
+        )
+        scores.append({"client": client.name, **score, **_travel(method, client, ctx)})
+    kept = records(ctx, [client.name for client in clients], method.rounds)
+    reference = scores if spec == "local_only" else local_only
+    return {
+        "method": spec,
+        "seed": ctx.seed,
+        "role": method.role,
+        **summarise(scores, [len(client.labels) for client in clients], reference),
+        "num_clients": len(clients),
+        "upload_bytes": sum(score["upload_bytes"] for score in scores),
+        "reply_bytes": sum(score["reply_bytes"] for score in scores),
+        "client_flops": _flops(ctx, clients, method, "client"),
+        "server_flops": _flops(ctx, clients, method, "server"),
+        "rounds": method.rounds,
+        "settings": method.config.model_dump(),
+        "leaves_the_hospital": method.leaves,
+        "warnings": list(dict.fromkeys(w for record in kept for w in record["warnings"])),
+        "diagnosis": _merge_diagnosis(kept),
+    }
+
+
+def _travel(method: Method[Any], client: Client, ctx: Context) -> dict[str, int]:
+    """Bytes that left and came back for this client, over all rounds."""
+    if method.pools_data:  # what would have to be sent
+        return {"upload_bytes": int(client.images.nbytes + len(client.labels)), "reply_bytes": 0}
+    folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{method.rounds:03d}"
+    name = f"{folder}/{file_name(client.name)}.safetensors"
+    sizes = {"upload_bytes": ctx.store.size(f"uploads/{name}"), "reply_bytes": ctx.store.size(f"replies/{name}")}
+    small = 1 << 16  # a bundle without content is only a manifest, and would not be sent at all
+    if sizes["upload_bytes"] < small and Upload.unpack(ctx.store.load(f"uploads/{name}") or b"").empty:
+        sizes["upload_bytes"] = 0
+    if sizes["reply_bytes"] < small and Reply.unpack(ctx.store.load(f"replies/{name}") or b"").empty:
+        sizes["reply_bytes"] = 0
+    return {key: value * method.rounds for key, value in sizes.items()}
+
+
+def _flops(ctx: Context, clients: Sequence[Client], method: Method[Any], side: str) -> int:
+    """Arithmetic of all clients, or of the server. Every round costs the same."""
+    folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{method.rounds:03d}"
+    if side == "server":
+        return _recorded(ctx.store, f"records/fuse/{folder}/server.json") * method.rounds
+    names = [file_name(client.name) for client in clients]
+    uploads = sum(_recorded(ctx.store, f"records/upload/{folder}/{name}.json") for name in names) * method.rounds
+    names.append("all-sites-pooled")
+    return uploads + sum(_recorded(ctx.store, f"records/personalize/{ctx.scope}/{name}.json") for name in names)
+
+
+def _recorded(store: Store, name: str) -> int:
+    data = store.load(name)
+    return 0 if data is None else int(json.loads(data)["flops"])
+
+
+def _merge_diagnosis(kept: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    out: dict[str, dict[str, Any]] = {}
+    for record in kept:
+        for kind, entries in record["diagnosis"].items():
+            out.setdefault(kind, {}).update(entries)
+    return out
+
+
+def seconds_by_stage(
+    events: Sequence[Mapping[str, Any]], ctx: Context, row_records: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Wall time of a method from the event log: shared local training counted in full, then its own verbs."""
+    latest = {
+        (e["event"], e.get("name")): e["seconds"] for e in events if e.get("scope") == ctx.scope and "seconds" in e
+    }
+    trained = {e["key"]: e["seconds"] for e in events if e.get("event") == "trained"}
+    keys = {key for record in row_records for key in record["local_models"]}
+    out = {"local_training": sum(trained.get(key, 0.0) for key in sorted(keys))}
+    for verb in ("upload", "fuse", "personalize", "evaluate"):
+        out[verb] = sum(seconds for (event, _), seconds in latest.items() if event == verb)
+    return {stage: round(value, 3) for stage, value in out.items()}

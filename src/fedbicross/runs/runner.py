@@ -1,0 +1,334 @@
+"""The loop over seeds and methods, and what it leaves in the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbicross import __version__, seeds
+from fedbicross.bundle.format import canonical_json
+from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
+from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
+from fedbicross.errors import ConfigError, RunError
+from fedbicross.evaluate.protocols import TestSet
+from fedbicross.federation import Client, records, simulate
+from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
+from fedbicross.runs.environment import versions
+from fedbicross.runs.rows import make_row, predict_all, seconds_by_stage
+from fedbicross.runs.store import RunFolder, write_atomic
+from fedbicross.settings import parse
+
+SCHEMA = 1
+
+
+@dataclass
+class Prepared:
+    """Everything that is decided before the first file is written."""
+
+    config: RunConfig
+    dataset: Dataset
+    partitions: dict[int, Partition]
+    device: str
+    precision: str
+
+    @property
+    def partition_text(self) -> str:
+        """The content of partition.json."""
+        return canonical_json(
+            {"schema": SCHEMA, "partitions": {str(s): p.to_json() for s, p in self.partitions.items()}}
+        )
+
+
+def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
+    """Load the data and deal it out; every bad input shows here, before anything is written."""
+    from fedbicross import models
+    from fedbicross.engine.device import resolve_device, resolve_precision
+
+    device = resolve_device(config.device)
+    if dataset is None:
+        if config.data.name.startswith("python:"):
+            raise RunError("needs_dataset", "this run used arrays from Python: pass the same dataset to resume it")
+        settings = config.data.model_dump(exclude={"name", "dir"})
+        dataset = load_dataset(config.data.name, data_dir=config.data.dir, **settings)
+    models.check(config.model, dataset.channels, len(dataset.classes), dataset.image_size)
+    partitions = {seed: _partition(config, dataset, seed) for seed in config.seeds}
+    return Prepared(config, dataset, partitions, device, resolve_precision(config.precision, device))
+
+
+def _partition(config: RunConfig, dataset: Dataset, seed: int) -> Partition:
+    settings = config.partition
+    if settings.file is not None:
+        return _saved_partition(Path(settings.file), dataset, seed)
+    used = seed if settings.seed is None else settings.seed
+    options = settings.model_dump(exclude={"kind", "seed", "file"})
+    rng = seeds.numpy_rng(used, "partition")
+    return make_partition(dataset, settings.kind, config.clients, rng, seed=used, **options)
+
+
+def _saved_partition(file: Path, dataset: Dataset, seed: int) -> Partition:
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))["partitions"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError("partition_file", f"{file} is no partition file: {error}") from None
+    if not isinstance(saved, dict) or str(seed) not in saved:
+        raise ConfigError("partition_file", f"{file} holds no partition for seed {seed}")
+    return Partition.from_json(saved[str(seed)], dataset)
+
+
+def run(
+    config: RunConfig,
+    out: Path | None = None,
+    *,
+    dataset: Dataset | None = None,
+    progress: Progress | None = None,
+    replace: bool = False,
+) -> dict[str, Any]:
+    """Run a configuration and return its results; with ``out`` everything is kept there and can be resumed."""
+    check(config)
+    if out is not None:  # before the data are read, which may take minutes
+        if RunFolder(out).held():
+            raise RunError("locked", f"another process is running in {out}")
+        _check_place(out, replace)
+    prepared = prepare(config, dataset)
+    if out is None:
+        return _loop(prepared, None, progress or Silent())
+    with _new_folder(out, replace, prepared) as folder:
+        return _loop(prepared, folder, progress or Silent())
+
+
+def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Continue a killed run to the results that it would have had."""
+    if not (out / "config.toml").is_file():
+        raise RunError("not_a_run", f"{out} holds no run (no config.toml)")
+    config = parse(RunConfig, read_toml(out / "config.toml"))
+    check(config)
+    with RunFolder(out) as folder:
+        prepared = prepare(config, dataset)
+        if folder.store.load("partition.json") != prepared.partition_text.encode():
+            raise RunError("changed", f"the data or their partition are not those that {out} was started with")
+        folder.clean()
+        return _loop(prepared, folder, progress or Silent())
+
+
+BEGINNING = {".lock", "partition.json"}  # what a run killed before its config.toml leaves: nothing worth keeping
+
+
+def _check_place(out: Path, replace: bool) -> None:
+    """Refuse a place that holds anything but, where it may be replaced, an earlier run. Touches nothing."""
+    try:
+        names = {entry.name for entry in out.iterdir()}
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError("cannot_write", f"cannot write to {out}: {error.strerror}") from None
+    if ".lock" in names and {name for name in names if not name.startswith(".tmp-")} <= BEGINNING:
+        return
+    a_run = {"config.toml", "partition.json"} <= names
+    if names and not (a_run and replace):
+        hint = f"`fedbicross resume {out}` continues it" if a_run else "it is no run of fedbicross"
+        raise RunError("exists", f"{out} exists already: {hint}; choose another --out")
+
+
+@contextmanager
+def _new_folder(out: Path, replace: bool, prepared: Prepared) -> Iterator[RunFolder]:
+    """A locked folder that can be resumed from now on; where that fails, nothing new stays behind."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    begun = False
+    try:
+        with RunFolder(out) as folder:
+            _check_place(out, replace)  # again, now that nobody else can change it
+            try:
+                _empty(out)
+                write_atomic(out / "partition.json", prepared.partition_text.encode())
+                write_atomic(out / "config.toml", as_toml(prepared.config).encode())  # last: it marks a run
+                begun = True
+            except OSError as error:
+                for name in ("config.toml", "partition.json", ".lock"):
+                    (out / name).unlink(missing_ok=True)
+                raise RunError("cannot_write", f"cannot write to {out}: {error.strerror}") from None
+            yield folder
+    finally:
+        if not begun:
+            for path in missing:
+                with suppress(OSError):  # only what is empty goes
+                    path.rmdir()
+
+
+def _empty(out: Path) -> None:
+    """Remove an earlier run. The two files by which it is known as one go last, in case this is killed as well."""
+    for entry in sorted(out.iterdir(), key=lambda entry: (entry.name == "partition.json", entry.name == "config.toml")):
+        if entry.name != ".lock":
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _loop(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
+    import torch
+
+    config = prepared.config
+    threads = torch.get_num_threads()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        rows: list[dict[str, Any]] = []
+        summary = _header(prepared)
+        for seed in config.seeds:
+            rows += _one_seed(prepared, seed, folder, progress, summary, rows)
+        results = _results(summary, rows, complete=True)
+        _write_results(folder, results)
+        return results
+    except OSError as error:
+        where = folder.path if folder else "memory"
+        raise RunError(
+            "cannot_write",
+            f"writing to {where} failed: {error.strerror or error}; `fedbicross resume {where}` continues it later",
+        ) from None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _one_seed(
+    prepared: Prepared,
+    seed: int,
+    folder: RunFolder | None,
+    progress: Progress,
+    summary: dict[str, Any],
+    earlier: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    config, dataset, partition = prepared.config, prepared.dataset, prepared.partitions[seed]
+    task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, config.model)
+    clients, owners = make_clients(dataset, partition)
+    images = test_images(dataset, partition)
+    test = TestSet(dataset.test.labels, partition.test_owner)
+    store: Store = folder.store if folder else MemoryStore()
+    memory_events: list[dict[str, Any]] = []
+    event = folder.event if folder else (lambda **fields: memory_events.append(fields))
+    rows: list[dict[str, Any]] = []
+    local_scores = None
+    # Training alone comes first: every other row is measured against it.
+    order = sorted(config.all_methods(), key=lambda spec: spec != "local_only")
+    for spec in order:
+        method = config.build(spec)
+        ctx = Context(
+            task=task,
+            training=config.training,
+            seed=seed,
+            device=prepared.device,
+            precision=prepared.precision,
+            fast=prepared.device == "cuda" and not config.deterministic,
+            scope=f"seed-{seed}/{spec.replace(':', '+')}",
+            store=store,
+            progress=progress,
+            event=event,
+        )
+        saved = store.load(f"rows/{ctx.scope}.json")
+        if saved is None:
+            progress.say(f"== {spec}, seed {seed}")
+            predictors = simulate(method, clients, ctx)
+            began = time.perf_counter()
+            predictions = predict_all(predictors, images, ctx)
+            event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
+            row = make_row(spec, method, clients, predictions, test, owners, ctx, local_scores)
+            store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
+        else:
+            row = json.loads(saved)
+        if spec == "local_only":
+            local_scores = row["clients"]
+        kept = records(ctx, [client.name for client in clients], method.rounds)
+        stages = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)
+        rows.append({**row, "seconds": round(sum(stages.values()), 3), "seconds_by_stage": stages})
+        for record in kept:
+            _note_training(record, ctx, summary, clients)
+        _write_results(folder, _results(summary, earlier + rows, complete=False))
+    return sorted(rows, key=lambda row: config.all_methods().index(row["method"]))
+
+
+def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], dict[str, int]]:
+    """The partition as clients; one without images takes no part. Also each name's place in the partition."""
+    clients = []
+    for index, name in enumerate(partition.clients):
+        images, labels, patients = client_images(dataset, partition, index)
+        if len(labels):
+            clients.append(Client(name, images, labels, patients))
+    return clients, {name: index for index, name in enumerate(partition.clients)}
+
+
+def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, Any], clients: list[Client]) -> None:
+    """Training curves of the client models, for the report."""
+    from fedbicross.engine.train import Trained
+
+    curves = summary["training"].setdefault(str(ctx.seed), {})
+    names = {ctx.local_model_key(client): client.name for client in clients}
+    for key in record["local_models"]:
+        if key in names and names[key] not in curves:
+            data = ctx.store.load(f"client_models/{key}.safetensors")
+            if data is not None:
+                trained = Trained.unpack(data)
+                curves[names[key]] = {
+                    "history": trained.history,
+                    "best_epoch": trained.best_epoch,
+                    "train_images": trained.train_images,
+                    "val_images": trained.val_images,
+                }
+
+
+def _header(prepared: Prepared) -> dict[str, Any]:
+    dataset, classes = prepared.dataset, len(prepared.dataset.classes)
+    everyone = {}
+    for seed, partition in prepared.partitions.items():
+        counts = [np.bincount(dataset.train.labels[rows], minlength=classes) for rows in partition.train_indices]
+        everyone[str(seed)] = [
+            {
+                "client": name,
+                "num_samples": int(count.sum()),
+                "class_counts": [int(n) for n in count],
+                "excluded": not count.any(),
+            }
+            for name, count in zip(partition.clients, counts, strict=True)
+        ]
+    warnings = [warning for partition in prepared.partitions.values() for warning in partition.warnings]
+    excluded = [entry["client"] for entries in everyone.values() for entry in entries if entry["excluded"]]
+    warnings += [f"{client} has no images and takes no part" for client in excluded]
+    if prepared.config.quick:
+        warnings.append(
+            "quick settings: small data, a small network and few steps; read the results as indicative only"
+        )
+    return {
+        "name": prepared.config.name,
+        "dataset": {
+            "name": dataset.name,
+            "classes": list(dataset.classes),
+            "train_images": len(dataset.train.labels),
+            "test_images": len(dataset.test.labels),
+            "image_size": dataset.image_size,
+            "channels": dataset.channels,
+            "note": dataset.note,
+            "digest": dataset.digest(),
+        },
+        "clients": everyone,
+        "training": {},
+        "warnings": list(dict.fromkeys(warnings)),
+        "config": prepared.config.model_dump(),
+        "versions": {"fedbicross": __version__, **versions(prepared.device)},
+        "partition_sha256": hashlib.sha256(prepared.partition_text.encode()).hexdigest(),
+    }
+
+
+def _results(summary: Mapping[str, Any], rows: list[dict[str, Any]], complete: bool) -> dict[str, Any]:
+    timeless = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
+    digest = hashlib.sha256(canonical_json(timeless).encode()).hexdigest()
+    return {"schema": SCHEMA, "complete": complete, "rows": rows, "rows_sha256": digest, **summary}
+
+
+def _write_results(folder: RunFolder | None, results: Mapping[str, Any]) -> None:
+    if folder is not None:
+        text = json.dumps(results, indent=1, sort_keys=True, allow_nan=False)
+        write_atomic(folder.path / "results.json", text.encode())

@@ -1,0 +1,311 @@
+"""The same seed gives the same bytes, whatever surrounds the run and in whatever order the clients are named."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fedbicross
+from cli.console import CONFIG, ENTRY, artefacts, call, config_file, environment, results, timeless
+from conftest import tiny_clients, tiny_context
+from faults.forge import Forge, leftovers
+from fedbicross.bundle.format import canonical_json
+from fedbicross.context import Context, MemoryStore
+from fedbicross.data import Partition, load_dataset
+from fedbicross.federation import Client, Method, Predictor, records, simulate
+from fedbicross.methods import METHODS, create
+
+SMALL = {  # whatever of these a method has: seconds instead of hours
+    "rounds": 2,
+    "steps": 4,
+    "batch": 8,
+    "epochs": 2,
+    "memory": 2,
+    "steps_distil": 3,
+    "noise_images": 16,
+    "trajectories": 2,
+    "probes": 8,
+    "epochs_personal": 1,
+    "batch_personal": 8,
+}
+
+
+def small_settings(name: str) -> dict[str, Any]:
+    return {key: value for key, value in SMALL.items() if key in METHODS[name].Config.model_fields}
+
+
+def small_method(name: str) -> Method[Any]:
+    return create(name, {name: small_settings(name)}, quick=True)
+
+
+def run_small(name: str, clients: list[Client], ctx: Context) -> tuple[dict[str, Predictor], list[dict[str, Any]]]:
+    method = small_method(name)
+    predictors = simulate(method, clients, ctx)
+    return predictors, records(ctx, sorted(client.name for client in clients), method.rounds)
+
+
+def packed(predictors: dict[str, Predictor]) -> dict[str, bytes]:
+    return {name: predictor.pack() for name, predictor in predictors.items()}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- surroundings -------------------------------------------------------------------------------------------------
+
+
+def run_in(folder: Path, umask: int, **env: str) -> dict[str, Any]:
+    """A new process in ``folder``, by relative paths."""
+    folder.mkdir(parents=True)
+    config_file(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY, "run", "tiny.toml", "--out", "out", "--json"],
+        cwd=folder,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        umask=umask,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_two_processes_in_different_surroundings(tmp_path: Path) -> None:
+    plain = run_in(tmp_path / "plain", 0o022, PYTHONHASHSEED="0", TZ="UTC", LC_ALL="C.UTF-8")
+    odd = tmp_path / "two words" / "Krankenhaus Köln 病院"
+    other = run_in(odd, 0o077, PYTHONHASHSEED="1", TZ="Asia/Kathmandu", LC_ALL="C", PYTHONUTF8="0")
+    assert other["rows_sha256"] == plain["rows_sha256"]
+    assert timeless(other) == timeless(plain)
+    assert artefacts(odd / "out") == artefacts(tmp_path / "plain" / "out")
+    first, second = ((folder / "out" / "partition.json").read_bytes() for folder in (odd, tmp_path / "plain"))
+    assert first == second
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (odd / "out").rglob("*") if path.is_file()}
+    assert all(mode & 0o077 == 0 for mode in modes), "the user's umask is kept"
+
+
+def test_global_random_state_and_torch_settings_are_untouched(tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002  the state that must not be touched
+    torch.manual_seed(1)
+
+    def state() -> list[Any]:
+        numbers = np.random.get_state()  # noqa: NPY002
+        switches = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+        return [random.getstate(), numbers[1].tolist(), numbers[2], torch.get_rng_state().tolist(), switches]
+
+    before = state()
+    fedbicross.run(
+        load_dataset("cells", image_size=8, train_size=40, test_size=20),
+        model="resnet8",
+        clients=2,
+        training={"epochs": 1},
+        methods=list(METHODS),
+        baselines=[],
+        method={name: small_settings(name) for name in METHODS},
+        device="cpu",
+        threads=1,
+        out=tmp_path / "out",
+    )
+    assert state() == before
+    assert torch.get_num_threads() == 1
+
+
+# --- every method -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_order_of_clients_changes_nothing(name: str) -> None:
+    clients = tiny_clients(4, per_client=12)
+    expected, kept = run_small(name, clients, tiny_context(epochs=1))
+    shuffled = [clients[index] for index in (2, 0, 3, 1)]
+    found, found_kept = run_small(name, shuffled, tiny_context(epochs=1))
+    assert packed(found) == packed(expected)
+    assert canonical_json(found_kept) == canonical_json(kept)
+
+
+class CutStore(MemoryStore):
+    """A store that fails once, at the chosen save: the end of the process as far as a method can tell."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.saves, self.fail_at = 0, fail_at
+
+    def save(self, name: str, data: bytes) -> None:
+        self.saves += 1
+        if self.saves == self.fail_at:
+            raise InterruptedError
+        super().save(name, data)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_cut_at_any_save_and_continued(name: str) -> None:
+    """With a checkpoint at every step. What is kept survives; everything else is made again to the same bytes."""
+
+    def context(store: MemoryStore) -> Context:
+        ctx = tiny_context(epochs=1)
+        ctx.store, ctx.seconds_between_stages = store, 0.0
+        return ctx
+
+    clients = tiny_clients(3, per_client=12)
+    whole = CutStore()
+    expected, kept = run_small(name, clients, context(whole))
+    assert whole.saves >= 2
+    moments = range(1, whole.saves + 1)
+    for moment in random.Random(name).sample(moments, min(10, len(moments))):
+        store = CutStore(moment)
+        with pytest.raises(InterruptedError):
+            run_small(name, clients, context(store))
+        found, found_kept = run_small(name, clients, context(store))
+        assert packed(found) == packed(expected), f"save {moment} of {whole.saves}"
+        assert canonical_json(found_kept) == canonical_json(kept), f"save {moment} of {whole.saves}"
+
+
+# --- odd clients --------------------------------------------------------------------------------------------------
+
+
+def hospital_files(folder: Path) -> Path:
+    """Sites with many images, one image and one class, and one that only ever tests."""
+    rng = np.random.default_rng(0)
+    sites = [("large", "train", [0, 1, 2] * 8), ("tiny", "train", [1]), ("narrow", "train", [2] * 6)]
+    sites += [(site, "test", [0, 1, 2] * 2) for site in ("large", "narrow", "only-tests")]
+    rows = []
+    for site, split, labels in sites:
+        for number, label in enumerate(labels):
+            name = f"{site}-{split}-{number}.png"
+            pixels = rng.normal(60 + 60 * label, 20, (8, 8, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name)
+            rows.append({"path": name, "label": f"class {label}", "site": site, "split": split})
+    manifest = folder / "list.csv"
+    with manifest.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return manifest
+
+
+def test_one_image_one_class_and_a_site_without_training_images(tmp_path: Path) -> None:
+    manifest = hospital_files(tmp_path)
+    text = CONFIG.replace("train_size = 60\ntest_size = 30\n", "").replace('["local_only", "fedavg"]', str([*METHODS]))
+    for name in METHODS:
+        text += f"[method.{name}]\n" + "".join(f"{key} = {value}\n" for key, value in small_settings(name).items())
+    config = config_file(tmp_path, text)
+    outcome = call("run", config, "--data", manifest, "--partition", "natural", "--out", tmp_path / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json()
+    assert [row["method"] for row in found["rows"]] == list(METHODS)
+    counts = {client["num_samples"]: client["class_counts"] for client in found["clients"]["0"]}
+    assert counts == {24: [8, 8, 8], 1: [0, 1, 0], 6: [0, 0, 6]}
+    for row in found["rows"]:
+        assert row["num_clients"] == 3
+        assert all(value is None or 0 <= value <= 1 for value in row["accuracy"].values()), row["method"]
+        assert row["accuracy"]["global"] is not None
+    owners = json.loads((tmp_path / "out" / "partition.json").read_text())["partitions"]["0"]["test_owner"]
+    assert owners.count(-1) == 6, "nobody owns the test images of a site that trains nothing"
+    assert (tmp_path / "out" / "report.html").is_file()
+    again = call("run", config, "--data", manifest, "--partition", "natural", "--out", tmp_path / "again", "--json")
+    assert again.json()["rows_sha256"] == found["rows_sha256"]
+
+
+def test_a_client_without_images_takes_no_part(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    assert call("run", config, "--methods", "majority", "--out", tmp_path / "full").code == 0
+    saved = json.loads((tmp_path / "full" / "partition.json").read_text())
+    dataset = load_dataset("cells", image_size=8, train_size=60, test_size=30)
+    whole = Partition.from_json(saved["partitions"]["0"], dataset)
+    first, second, third = whole.train_indices
+    merged = (np.concatenate([first, third]), second, np.empty(0, np.int64))
+    owner = np.where(whole.test_owner == 2, 0, whole.test_owner)
+    saved["partitions"]["0"] = dataclasses.replace(whole, train_indices=merged, test_owner=owner).to_json()
+    (tmp_path / "empty.json").write_text(json.dumps(saved))
+    file = f"partition.file={tmp_path / 'empty.json'}"
+    outcome = call("run", config, "--set", file, "--out", tmp_path / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json()
+    assert {row["num_clients"] for row in found["rows"]} == {2}
+    assert [client["excluded"] for client in found["clients"]["0"]] == [False, False, True]
+    assert "client-2 has no images and takes no part" in found["warnings"]
+    assert call("resume", tmp_path / "out").code == 0
+
+
+# --- two at once, and Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
+    yield forge
+    forge.close()
+
+
+def wait_for(path: Path) -> None:
+    began = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - began < 60, f"{path} never appeared"
+        time.sleep(0.0005)
+
+
+def test_a_second_runner_is_refused_at_once(forge: Forge, tmp_path: Path) -> None:
+    config, out = config_file(tmp_path), tmp_path / "out"
+    child = forge.start("run", config, "--out", out)
+    wait_for(out / "config.toml")
+    os.kill(child, signal.SIGSTOP)  # it holds its folder for as long as we look
+    held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for args in (["resume", out], ["run", config, "--out", out], ["run", config, "--out", out, "--overwrite"]):
+        second = call(*args)
+        assert (second.code, second.out) == (4, "")
+        assert second.err == f"error[locked]: another process is running in {out}\n"
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == held
+    os.kill(child, signal.SIGCONT)
+    assert forge.wait() == 0, forge.said()
+    assert results(out)["complete"]
+
+
+def test_control_c_is_one_line_and_can_be_resumed(forge: Forge, tmp_path: Path) -> None:
+    config, whole = config_file(tmp_path), tmp_path / "whole"
+    forge.start("run", config, "--out", whole)
+    wait_for(whole)
+    began = time.monotonic()
+    assert forge.wait() == 0, forge.said()
+    seconds = time.monotonic() - began
+    stopped = 0
+    for number in range(6):
+        out = tmp_path / f"stopped-{number}"
+        child = forge.start("run", config, "--out", out)
+        wait_for(out / "config.toml")
+        time.sleep(seconds * number / 8)
+        code = forge.kill(child, signal.SIGINT)
+        assert code in (0, 130), forge.said()
+        if code == 130:
+            stopped += 1
+            lines = forge.said().splitlines()
+            assert "Traceback" not in forge.said()
+            assert lines[-1].startswith("stopped; `fedbicross resume")
+            assert [line for line in lines if "stopped" in line] == lines[-1:]
+        assert forge.run("resume", out) == 0, forge.said()
+        assert timeless(results(out)) == timeless(results(whole))
+        assert artefacts(out) == artefacts(whole)
+        assert leftovers(out) == []
+    assert stopped >= 3

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbicross.errors import ConfigError
+from fedbicross.runs.config import RunConfig, as_toml, load_config, merge, parse_assignment
+from fedbicross.settings import parse
+
+
+def test_precedence_file_quick_flags_set(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('clients = 7\nmodel = "vgg8"\n[training]\nepochs = 50\nlr = 0.5\n')
+    config = load_config(file, {"model": "wrn16_2"}, ["training.lr=0.25", "seeds=[1, 2]"], quick=True)
+    assert (config.clients, config.model, config.training.epochs, config.training.lr) == (7, "wrn16_2", 8, 0.25)
+    assert config.seeds == [1, 2]
+    assert config.quick
+
+
+def test_resolved_toml_reads_back_the_same() -> None:
+    config = load_config(flags={"methods": ["ensemble:class_weighted"], "partition": {"alpha": 0.5}}, quick=True)
+    assert parse(RunConfig, tomllib.loads(as_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
+        ({"methods": ["ensemble:nope"]}, "no variant 'nope'"),
+        ({"clinets": 3}, "did you mean 'clients'"),
+        ({"training": {"epoch": 3}}, "did you mean 'epochs'"),
+        ({"training": {"epochs": 0}}, "training.epochs"),
+        ({"training": {"epochs": 10**9}}, "training.epochs"),
+        ({"training": {"lr": float("nan")}}, "training.lr"),
+        ({"training": {"lr": -0.1}}, "training.lr"),
+        ({"clients": 0}, "at least 1"),
+        ({"clients": "five"}, "clients"),
+        ({"partition": {"alpha": 0.0}}, "greater than 0"),
+        ({"partition": {"alpha": -1.0}}, "greater than 0"),
+        ({"partition": {"kind": "dirichle"}}, "did you mean 'dirichlet'"),
+        ({"model": "resnet19"}, "did you mean 'resnet18'"),
+        ({"data": {"name": "bloodmnits"}}, "did you mean 'bloodmnist'"),
+        ({"device": "gpu"}, "device"),
+        ({"seeds": [1, 1]}, "each seed once"),
+        ({"seeds": []}, "seeds"),
+        ({"methods": [], "baselines": []}, "at least one"),
+        ({"method": {"fedavg": {"rounds": 0}}, "methods": ["fedavg"]}, "method.fedavg.rounds"),
+        ({"method": {"fedavg": {"rounds": 2}}, "methods": ["ensemble"]}, "does not run"),
+    ],
+)
+def test_mistakes_are_one_line(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags=flags)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load_config(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("clients = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        load_config(broken)
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError):
+        load_config(broken)
+
+
+def test_assignments() -> None:
+    assert parse_assignment("a.b = 3") == {"a": {"b": 3}}
+    assert parse_assignment("a=word") == {"a": "word"}
+    assert parse_assignment('a="3"') == {"a": "3"}
+    assert parse_assignment("a=true") == {"a": True}
+    for bad in ("a", "=3", "a..b=3"):
+        with pytest.raises(ConfigError):
+            parse_assignment(bad)
+
+
+def test_merge_goes_table_by_table() -> None:
+    low = {"a": {"x": 1, "y": 2}, "b": 1}
+    assert merge(low, {"a": {"y": 3}, "c": 4}) == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
+    assert low == {"a": {"x": 1, "y": 2}, "b": 1}

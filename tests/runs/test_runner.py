@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedbicross
+from fedbicross.bundle.format import canonical_json
+from fedbicross.data import Dataset
+from fedbicross.errors import FedBiCrossError, RunError
+from fedbicross.runs import runner
+from fedbicross.runs.config import RunConfig, load_config
+
+TINY: dict[str, Any] = {
+    "model": "resnet8",
+    "clients": 3,
+    "data": {"name": "cells", "train_size": 120, "test_size": 60, "image_size": 16},
+    "training": {"recipe": "modern", "epochs": 1, "batch_size": 32},
+    "partition": {"alpha": 0.5},
+    "methods": ["fedavg", "ensemble:class_weighted"],
+    "device": "cpu",
+}
+
+
+def tiny(**more: Any) -> RunConfig:
+    return load_config(flags={**TINY, **more})
+
+
+def timeless(results: dict[str, Any]) -> str:
+    return canonical_json([{k: v for k, v in row.items() if not k.startswith("seconds")} for row in results["rows"]])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    return out, runner.run(tiny(), out)
+
+
+def test_folder_and_schema(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, results = finished
+    for name in ("config.toml", "partition.json", "uploads", "replies", "models", "events.jsonl", "results.json"):
+        assert (out / name).exists(), name
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert results["schema"] == 1
+    assert results["complete"]
+    methods = [row["method"] for row in results["rows"]]
+    assert methods == ["majority", "local_only", "ensemble", "centralised", "fedavg", "ensemble:class_weighted"]
+    for row in results["rows"]:
+        assert set(row["accuracy"]) == {"global", "matched", "label_set"}
+        assert all(0 <= value <= 1 for value in row["accuracy"].values())
+        assert row["seconds"] >= 0
+        assert row["num_clients"] == len(row["clients"]) == 3
+        assert isinstance(row["harmed_clients"], int)
+    by_name = {row["method"]: row for row in results["rows"]}
+    assert by_name["local_only"]["upload_bytes"] == by_name["majority"]["reply_bytes"] == 0
+    assert by_name["local_only"]["harmed_clients"] == 0
+    assert by_name["fedavg"]["upload_bytes"] > 3 * 4 * 78_000
+    assert by_name["ensemble"]["reply_bytes"] > 2 * by_name["fedavg"]["reply_bytes"]
+    assert by_name["centralised"]["role"] == "upper_bound"
+    assert by_name["fedavg"]["client_flops"] == by_name["local_only"]["client_flops"] > 0
+    assert set(results["training"]["0"]) == {"client-0", "client-1", "client-2"}
+    assert sum(client["num_samples"] for client in results["clients"]["0"]) == 120
+
+
+def test_same_seed_same_rows_and_in_memory_too(finished: tuple[Path, dict[str, Any]]) -> None:
+    again = runner.run(tiny())
+    assert timeless(again) == timeless(finished[1])
+    assert again["rows_sha256"] == finished[1]["rows_sha256"]
+    assert timeless(runner.run(tiny(seeds=[1]))) != timeless(again)
+
+
+def test_order_of_methods_and_company_change_no_row(finished: tuple[Path, dict[str, Any]]) -> None:
+    alone = runner.run(tiny(methods=["fedavg"], baselines=["local_only"]))
+    row = next(row for row in alone["rows"] if row["method"] == "fedavg")
+    other = next(row for row in finished[1]["rows"] if row["method"] == "fedavg")
+    assert timeless({"rows": [row]}) == timeless({"rows": [other]})
+
+
+def test_resume_of_a_finished_run_recomputes_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    before = len((out / "events.jsonl").read_text().splitlines())
+    assert timeless(runner.resume(out)) == timeless(finished[1])
+    assert len((out / "events.jsonl").read_text().splitlines()) == before
+
+
+@pytest.mark.parametrize("lost", ["rows", "replies", "models", "predictions", "uploads", "client_models"])
+def test_resume_after_losing_a_stage_gives_the_same_rows(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, lost: str
+) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    shutil.rmtree(out / lost)
+    shutil.rmtree(out / "rows", ignore_errors=True)
+    assert timeless(runner.resume(out)) == timeless(finished[1])
+
+
+def test_a_damaged_file_is_named_not_used(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    shutil.rmtree(out / "rows")
+    victim = next((out / "models").rglob("client-0.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(FedBiCrossError):
+        runner.resume(out)
+
+
+def test_several_seeds_give_several_rows_and_fixed_seeds_share_models() -> None:
+    config = tiny(
+        seeds=[0, 1],
+        baselines=["local_only"],
+        methods=[],
+        partition={"alpha": 0.5, "seed": 7},
+        training={**TINY["training"], "seed": 7},
+    )
+    results = runner.run(config)
+    assert [(row["method"], row["seed"]) for row in results["rows"]] == [("local_only", 0), ("local_only", 1)]
+    first, second = ({**row, "seed": None} for row in results["rows"])
+    assert timeless({"rows": [first]}) == timeless({"rows": [second]})
+
+
+def test_a_saved_partition_is_reused(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, results = finished
+    config = tiny(partition={"alpha": 9.0, "file": str(out / "partition.json")})
+    assert timeless(runner.run(config)) == timeless(results)
+
+
+def test_refusals_before_anything_is_written(tmp_path: Path, finished: tuple[Path, dict[str, Any]]) -> None:
+    cases: dict[str, Any] = {
+        "more clients than samples": tiny(clients=500),
+        "no gpu": tiny(device="cuda"),
+    }
+    for name, config in cases.items():
+        with pytest.raises(FedBiCrossError):
+            runner.run(config, tmp_path / "never")
+        assert not (tmp_path / "never").exists(), name
+    with pytest.raises(RunError, match="resume"):
+        runner.run(tiny(), finished[0])
+    with pytest.raises(RunError) as caught:
+        runner.resume(tmp_path)
+    assert caught.value.code == "not_a_run"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(RunError):
+        runner.run(tiny(), tmp_path / "mine", replace=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+    assert [p.name for p in (tmp_path / "mine").iterdir()] in (
+        ["thesis.txt"],
+        [".lock", "thesis.txt"],
+        ["thesis.txt", ".lock"],
+    )
+
+
+def test_changed_data_are_noticed(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    text = (out / "config.toml").read_text().replace("train_size = 120", "train_size = 121")
+    (out / "config.toml").write_text(text)
+    with pytest.raises(RunError, match="not those"):
+        runner.resume(out)
+
+
+def test_arrays_from_python_and_a_client_without_images(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (40, 12, 12, 3)).astype(np.uint8)
+    labels = rng.integers(0, 2, 40)
+    dataset = Dataset.from_arrays("mine", images, labels, images[:10], labels[:10])
+    results = fedbicross.run(
+        dataset,
+        model="resnet8",
+        clients=2,
+        methods=["fedavg"],
+        baselines=["local_only"],
+        training={"epochs": 1},
+        out=tmp_path / "mine",
+    )
+    assert results["dataset"]["name"] == "mine"
+    assert (tmp_path / "mine" / "report.html").exists()
+    with pytest.raises(RunError, match="pass the same dataset"):
+        runner.resume(tmp_path / "mine")
+    assert timeless(fedbicross.resume(tmp_path / "mine", dataset=dataset)) == timeless(results)
+
+
+@pytest.mark.parametrize("clients", [1, 100])
+def test_one_and_a_hundred_clients(clients: int) -> None:
+    data = {**TINY["data"], "train_size": 300, "image_size": 8}
+    config = tiny(clients=clients, data=data, methods=["ensemble:class_weighted", "fedavg"], baselines=["local_only"])
+    for row in runner.run(config)["rows"]:
+        assert all(value is not None and np.isfinite(value) for value in row["accuracy"].values())
+        assert row["num_clients"] == clients

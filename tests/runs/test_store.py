@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from fedbicross.errors import RunError
+from fedbicross.runs.store import DiskStore, RunFolder, write_atomic
+
+
+def objects(root: Path) -> int:
+    return len(list((root / "objects").iterdir()))
+
+
+def test_save_load_size_drop(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    assert store.load("a/b.bin") is None
+    assert store.size("a/b.bin") == 0
+    store.save("a/b.bin", b"one")
+    store.save("a/c.bin", b"one")
+    assert (store.load("a/b.bin"), store.load("a/c.bin"), store.size("a/c.bin")) == (b"one", b"one", 3)
+    assert objects(tmp_path) == 1, "equal bytes are kept once"
+    store.save("a/b.bin", b"two")
+    assert store.load("a/c.bin") == b"one"
+    store.drop("a/b.bin")
+    assert store.load("a/b.bin") is None
+    assert objects(tmp_path) == 1
+    store.drop("a")
+    assert store.load("a/c.bin") is None
+    assert objects(tmp_path) == 0
+    store.drop("nothing/there")
+
+
+def test_overwriting_forgets_the_old_content(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    for number in range(20):
+        store.save("stages/x", str(number).encode())
+    assert objects(tmp_path) == 1
+    store.save("stages/x", b"19")
+    assert store.load("stages/x") == b"19"
+
+
+def test_without_hard_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = DiskStore(tmp_path)
+    store.save("a", b"one")
+    assert store.load("a") == b"one"
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    write_atomic(path, b"old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def _try_lock(path: str, queue: multiprocessing.Queue[str]) -> None:
+    try:
+        with RunFolder(Path(path)):
+            queue.put("got it")
+    except RunError as error:
+        queue.put(error.code)
+
+
+def test_a_second_runner_is_refused_and_a_dead_ones_lock_is_free(tmp_path: Path) -> None:
+    queue: multiprocessing.Queue[str] = multiprocessing.Queue()
+    with RunFolder(tmp_path):
+        process = multiprocessing.Process(target=_try_lock, args=(str(tmp_path), queue))
+        process.start()
+        assert queue.get(timeout=30) == "locked"
+        process.join()
+    process = multiprocessing.Process(target=_try_lock, args=(str(tmp_path), queue))
+    process.start()
+    assert queue.get(timeout=30) == "got it"
+    process.join()
+
+
+def test_events_survive_a_cut_line(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.event(event="a", n=1)
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('{"event": "b", "n"')
+        assert [event["event"] for event in folder.events()] == ["a"]

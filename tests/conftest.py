@@ -12,10 +12,11 @@ from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
 from fedbicross.federation import Client
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and on a busy machine it waits long
 
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {
+    "fedavg:multi_round": {"rounds": 3},
     "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
     "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
     "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},

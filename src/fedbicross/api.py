@@ -11,16 +11,16 @@ from fedbicross.runs.config import load_config
 
 
 def run(
-    data: str | Dataset = "cells", *, out: str | Path | None = None, quick: bool = False, **settings: Any
+    source: str | Dataset = "cells", *, out: str | Path | None = None, quick: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Run methods on simulated hospitals and return the results (the content of results.json).
 
-    ``data`` is a name, a path, or a ``Dataset`` of your own arrays. ``settings`` are those of the configuration:
+    ``source`` is a name, a path, or a ``Dataset`` of your own arrays. ``settings`` are those of the configuration:
     ``methods=["fedavg"], clients=5, partition={"alpha": 0.1}, training={"epochs": 5}, model="resnet8", seeds=[0]``.
     With ``out`` the run is kept there, can be resumed, and gets a report.
     """
-    dataset = data if isinstance(data, Dataset) else None
-    name = f"python:{dataset.name}" if dataset else str(data)
+    dataset = source if isinstance(source, Dataset) else None
+    name = f"python:{dataset.name}" if dataset else str(source)
     settings["data"] = {**settings.get("data", {}), "name": name}
     config = load_config(flags=settings, quick=quick)
     results = runner.run(config, Path(out) if out else None, dataset=dataset)

@@ -16,11 +16,27 @@ from pathlib import Path
 from cli.console import environment
 
 FORGE = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
 import torch, torch._dynamo, sklearn.metrics, matplotlib.figure, jinja2, PIL.Image
 import fedbicross.runs.runner, fedbicross.report.write, fedbicross.engine.train, fedbicross.engine.predict
 from fedbicross.cli import main
 torch.set_num_threads(1)
+WRITES = {"open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree"}
+
+def count_writes(under, die_at, counted):
+    done = 0
+    def hook(event, args):
+        nonlocal done
+        if event not in WRITES or not str(args[0]).startswith(under):
+            return
+        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        done += 1
+        if done == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        counted[0] = done
+    sys.addaudithook(hook)
+
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -30,7 +46,13 @@ for line in sys.stdin:
         os.dup2(log, 1), os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.argv = ["fedbicross", *order["args"]]
-        status = 1
+        status, counted = 1, [0]
+        if order["file_limit"]:  # dies in the middle of writing a file that is larger, half of it on disk
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"],) * 2)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        if order["under"]:
+            count_writes(order["under"], order["die_at"], counted)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test runner was started with
         try:
             main()
@@ -39,6 +61,7 @@ for line in sys.stdin:
         except BaseException:
             import traceback
             traceback.print_exc()
+        print("writes:", counted[0])
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
     print(child, flush=True)
@@ -62,10 +85,19 @@ class Forge:
         )
         assert self._line() == "ready"
 
-    def start(self, *args: str | Path) -> int:
-        """Begin a command and return its process number."""
-        self._tell(json.dumps({"args": [str(arg) for arg in args], "log": str(self.log)}))
+    def start(self, *args: str | Path, under: Path | None = None, die_at: int = 0, file_limit: int = 0) -> int:
+        """Begin a command and return its process number.
+
+        With ``under`` the changes to files below that folder are counted (see ``writes``), and the process kills
+        itself just before the one numbered ``die_at``. With ``file_limit`` it dies while writing a larger file.
+        """
+        order = {"args": [str(arg) for arg in args], "log": str(self.log), "under": str(under or "")}
+        self._tell(json.dumps({**order, "die_at": die_at, "file_limit": file_limit}))
         return int(self._line())
+
+    def writes(self) -> int:
+        """How many changes to files the last command made, where that was counted and it lived to tell."""
+        return int(self.said().splitlines()[-1].removeprefix("writes: "))
 
     def wait(self) -> int:
         """The exit code of the command that was started last; negative for a signal."""

@@ -75,7 +75,7 @@ def begin_and_kill(forge: Forge, delay: float, out: Path, *args: str | Path) -> 
 
 def finish(forge: Forge, config: Path, out: Path) -> None:
     """What a user does after a crash: resume; where the run had not even begun, run again."""
-    if not (out / "config.toml").exists():
+    if not out.exists() or not (out / "config.toml").exists():
         assert forge.run("resume", out) == 4
         assert "not_a_run" in forge.said()
         assert forge.run("run", config, "--out", out) == 0, forge.said()
@@ -108,6 +108,37 @@ def test_killed_at_twenty_moments(forge: Forge, undisturbed: Undisturbed, tmp_pa
         shutil.rmtree(out)
     assert midway >= MIDWAY, f"only {midway} of {MOMENTS} runs were killed midway"
     assert begun >= MIDWAY, f"only {begun} of {MOMENTS} runs had begun"
+
+
+@pytest.mark.slow
+def test_killed_just_before_a_file_changes(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Between creating, writing, linking and renaming there is no time to hit by chance, so it is counted."""
+    whole = tmp_path / "whole"
+    forge.start("run", undisturbed.config, "--out", whole, under=whole)
+    assert forge.wait() == 0, forge.said()
+    writes = forge.writes()
+    assert writes > 100
+    first = list(range(1, 10))  # the folder, its lock, partition.json and config.toml
+    for moment in first + random.Random(3).sample(range(10, writes), 9):
+        out = tmp_path / f"killed-{moment}"
+        forge.start("run", undisturbed.config, "--out", out, under=out, die_at=moment)
+        assert forge.wait() == -signal.SIGKILL
+        finish(forge, undisturbed.config, out)
+        same(out, undisturbed.out)
+        shutil.rmtree(out)
+
+
+def test_killed_in_the_middle_of_a_file(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The kernel ends the process when a file grows too large: half of it is on disk."""
+    config = (undisturbed.out / "config.toml").stat().st_size
+    partition = (undisturbed.out / "partition.json").stat().st_size
+    model = next((undisturbed.out / "client_models").iterdir()).stat().st_size
+    for limit in (partition // 2, config - 10, model // 2, model + 1000):
+        out = tmp_path / f"killed-{limit}"
+        forge.start("run", undisturbed.config, "--out", out, file_limit=limit)
+        assert forge.wait() == -signal.SIGXFSZ, forge.said()
+        finish(forge, undisturbed.config, out)
+        same(out, undisturbed.out)
 
 
 def test_killed_again_while_resuming(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:

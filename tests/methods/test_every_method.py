@@ -74,7 +74,7 @@ def test_no_upload_holds_an_image(spec: str, shared: Context) -> None:
         assert (image.astype("float32") / 127.5 - 1).tobytes() not in sent
 
 
-@pytest.mark.parametrize("spec", [spec for spec in method_names() if spec != "fedavg:multi_round"])
+@pytest.mark.parametrize("spec", method_names())
 def test_every_variant_runs_and_answers(spec: str, shared: Context) -> None:
     clients = tiny_clients(3)
     ctx = replace(shared, scope=f"seed-0/{spec.replace(':', '-')}")

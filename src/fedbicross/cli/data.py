@@ -13,7 +13,7 @@ app = typer.Typer(help="Download a data set, or look at one.", no_args_is_help=T
 @app.command()
 def fetch(
     name: Annotated[str, typer.Argument(help="a MedMNIST name, e.g. bloodmnist")],
-    data_dir: Annotated[Path, typer.Option(help="where to put the file")] = Path("data"),
+    data_dir: Annotated[Path | None, typer.Option(help="where to put the file (default: where `run` looks)")] = None,
     size: Annotated[int, typer.Option(help="pixels per side: 28, 64, 128 or 224")] = 28,
     url: Annotated[str | None, typer.Option(help="another address of the same file")] = None,
     md5: Annotated[str | None, typer.Option(help="expected MD5, instead of the published one")] = None,
@@ -22,8 +22,10 @@ def fetch(
 ) -> None:
     """Download one file, with checksum; a broken download is resumed by running this again."""
     from fedbicross.cli.show import print_json, progress
+    from fedbicross.data import default_data_dir
     from fedbicross.data.fetch import fetch as download
 
+    folder = default_data_dir() if data_dir is None else data_dir
     with progress() as shown:
         updates: dict[int, object] = {}
 
@@ -33,7 +35,7 @@ def fetch(
             if total:
                 updates[total](done, "")  # type: ignore[operator]
 
-        path = download(name, size, data_dir, url=url, md5=md5, sha256=sha256, progress=update)
+        path = download(name, size, folder, url=url, md5=md5, sha256=sha256, progress=update)
     if json:
         print_json({"path": str(path)})
     else:

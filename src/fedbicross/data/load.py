@@ -29,8 +29,8 @@ def load_dataset(
 ) -> Dataset:
     """Load ``cells``, a MedMNIST set by name, or the folder, ``.csv`` or ``.npz`` at a path.
 
-    ``train_size`` and ``test_size`` keep a part of each split, with the same class shares (for ``cells``: how many to
-    draw). ``test_fraction`` is held out only where the data name no test images. Nothing is ever downloaded here.
+    ``train_size`` and ``test_size`` keep at most so many of each split, with the same class shares (for ``cells``: how
+    many to draw). ``test_fraction`` is held out only where the data name no test images. Nothing is ever downloaded here.
     """
     if seed < 0:
         raise ConfigError("bad_seed", f"the seed must be 0 or more, got {seed}")
@@ -69,6 +69,6 @@ def _load_path(path: Path, image_size: int, test_fraction: float, rng: np.random
 
 
 def _subset(split: Split, size: int | None, rng: np.random.Generator) -> Split:
-    if size is None or size == len(split):
+    if size is None or size >= len(split):
         return split
     return split.take(stratified_subset(split.labels, size, rng))

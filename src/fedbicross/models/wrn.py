@@ -32,7 +32,7 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential
     return nn.Sequential(PreActivationBlock(inputs, outputs, stride), *rest)
 
 
-def wrn16_2(channels: int, classes: int, image_size: int) -> Classifier:  # noqa: ARG001 (same layers at every size)
+def wrn16_2(channels: int, classes: int, image_size: int) -> Classifier:
     """Depth 16 = 4 + 6 × 2 blocks a stage, widening factor 2: widths 32/64/128 after a stem of 16."""
     trunk = sequence(
         stem=convolution(channels, 16),

@@ -29,8 +29,8 @@ class DataSettings(Settings):
     name: str = Field("cells", description="a known data set, or the path of a folder, CSV manifest or .npz file")
     dir: str | None = Field(None, description="where .npz files lie")
     image_size: int = Field(28, ge=8, le=1024, description="pixels per side")
-    train_size: int | None = Field(None, ge=1, description="use only so many training images (cells: draw so many)")
-    test_size: int | None = Field(None, ge=1, description="use only so many test images (cells: draw so many)")
+    train_size: int | None = Field(None, ge=1, description="use at most so many training images (cells: draw so many)")
+    test_size: int | None = Field(None, ge=1, description="use at most so many test images (cells: draw so many)")
     test_fraction: float = Field(0.2, gt=0, lt=1, description="held out where the data bring no test set")
     seed: int = Field(0, description="seed of drawing, subsampling and splitting; the same for all run seeds")
 
@@ -56,15 +56,17 @@ class RunConfig(Settings):
     clients: int = Field(5, description="number of simulated hospitals, N")
     partition: PartitionSettings = Field(default_factory=PartitionSettings)
     training: Training = Field(default_factory=lambda: Training(recipe="paper"))
-    methods: list[str] = Field(default_factory=lambda: ["local_only", "fedavg", "ensemble"])
+    methods: list[str] = Field(
+        default_factory=lambda: ["local_only", "fedavg", "ensemble"], description="name or name:variant, each"
+    )
     baselines: list[str] = Field(
         default_factory=lambda: ["majority", "local_only", "ensemble", "centralised"],
         description="always shown beside the methods; [] for none",
     )
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, else fp32")
     deterministic: bool = Field(False, description="plain path on a GPU too: slower, the same bytes every time")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none: torch's choice")
     quick: bool = Field(False, description="small settings were asked for")

@@ -47,6 +47,7 @@ def make_row(
     owners: Mapping[str, int],
     ctx: Context,
     local_only: Sequence[Mapping[str, Any]] | None,
+    role: str,
 ) -> dict[str, Any]:
     """One row of results.json, without clock times, so that the same run gives the same bytes."""
     classes = len(ctx.task.classes)
@@ -61,7 +62,7 @@ def make_row(
     return {
         "method": spec,
         "seed": ctx.seed,
-        "role": method.role,
+        "role": role,
         **summarise(scores, [len(client.labels) for client in clients], reference),
         "num_clients": len(clients),
         "upload_bytes": sum(score["upload_bytes"] for score in scores),

@@ -28,6 +28,7 @@ from fedbicross.runs.store import RunFolder, write_atomic
 from fedbicross.settings import parse
 
 SCHEMA = 1
+BASELINES = ("majority", "local_only", "ensemble")
 
 
 @dataclass
@@ -233,10 +234,12 @@ def _one_seed(
         if saved is None:
             progress.say(f"== {spec}, seed {seed}")
             predictors = simulate(method, clients, ctx)
+            # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
+            role = "method" if method.role == "baseline" and spec not in BASELINES else method.role
             began = time.perf_counter()
             predictions = predict_all(predictors, images, ctx)
             event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
-            row = make_row(spec, method, clients, predictions, test, owners, ctx, local_scores)
+            row = make_row(spec, method, clients, predictions, test, owners, ctx, local_scores, role)
             store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
         else:
             row = json.loads(saved)

@@ -1,0 +1,398 @@
+"""What FedISCA, E-FedISCA and FedBiCross share: resuming, refusing, costs, and the diagnosis of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import TINY_METHODS, tiny_clients, tiny_context
+from fedbicross import models
+from fedbicross.context import Context, MemoryStore
+from fedbicross.errors import ConfigError, MethodError
+from fedbicross.federation import Client, Upload, check_needs, records, simulate
+from fedbicross.methods import create
+from fedbicross.methods.synthesis import new_student, rate, synthesis_flops
+from fedbicross.runs.config import load_config
+
+NAMES = ["fedisca", "e_fedisca", "fedbicross"]
+each = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Context:
+    ctx = tiny_context()
+    for client in tiny_clients(3):
+        ctx.local_model(client)
+    return ctx
+
+
+@pytest.fixture(scope="module")
+def uploads(trained: Context) -> list[Upload]:
+    return [create("fedisca:class_weighted").upload(client, trained) for client in tiny_clients(3)]
+
+
+def tiny(spec: str, **settings: Any) -> Any:
+    name = spec.partition(":")[0]
+    return create(spec, {name: {**TINY_METHODS[name], **settings}})
+
+
+# --- killed and resumed ----------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal(MemoryStore):
+    """Refuses everything after so many files."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__()
+        self.budget, self.names = budget, []
+
+    def save(self, name: str, data: bytes) -> None:
+        if self.budget == 0:
+            raise Killed
+        self.budget -= 1
+        self.names.append(name)
+        super().save(name, data)
+
+
+def fuse(method: Any, uploads: Sequence[Upload], store: MemoryStore) -> tuple[list[bytes], dict[str, Any], Context]:
+    ctx = tiny_context()
+    ctx.store, ctx.seconds_between_stages = store, 0
+    replies = method.fuse(uploads, ctx)
+    return [reply.pack() for reply in replies], ctx.record.as_json(), ctx
+
+
+RESUMED = [
+    "fedisca",
+    "fedisca:ema",
+    "fedisca:no_noise",
+    "fedisca:no_synthesis",
+    "e_fedisca",
+    "e_fedisca:ema",
+    "fedbicross",
+    "fedbicross:ema",
+    "fedbicross:uniform",
+]
+
+
+@pytest.mark.parametrize("spec", RESUMED)
+def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
+    method = tiny(spec)
+    whole = Mortal(budget=1000)
+    expected, record, _ = fuse(method, uploads, whole)
+    count = len(whole.names)
+    assert count >= 6, "every step but the last is kept, and the picture"
+    for budget in sorted({1, 3, count // 2 + 1, count - 2, count - 1}):
+        store = Mortal(budget)
+        with pytest.raises(Killed):
+            fuse(method, uploads, store)
+        before, store.budget = len(store.names), 1000
+        again, resumed, _ = fuse(method, uploads, store)
+        assert again == expected, f"killed after {budget} of {count} files"
+        assert resumed == record, "the diagnosis tells of the whole run, not only of its end"
+        assert len(store.names) - before <= count - budget + 1, "the work before the kill is not repeated"
+
+
+@each
+def test_killed_again_and_again_still_ends(name: str, uploads: list[Upload]) -> None:
+    expected, record, _ = fuse(tiny(name), uploads, MemoryStore())
+    store = Mortal(0)
+    for _ in range(20):
+        store.budget = 2
+        try:
+            again, resumed, _ = fuse(tiny(name), uploads, store)
+            break
+        except Killed:
+            continue
+    else:
+        pytest.fail("no progress between kills")
+    assert (again, resumed) == (expected, record)
+
+
+def test_whole_runs_resume_and_forget_their_checkpoints(trained: Context) -> None:
+    clients, method = tiny_clients(3), tiny("fedbicross")
+    ctx = replace(trained, scope="seed-0/whole", store=MemoryStore())
+    whole = {name: p.pack() for name, p in simulate(method, clients, ctx).items()}
+    store = Mortal(14)
+    for budget in (14, 1000):
+        store.budget = budget
+        ctx = tiny_context()
+        ctx.store, ctx.scope, ctx.seconds_between_stages = store, "seed-0/whole", 0
+        try:
+            again = {name: p.pack() for name, p in simulate(method, clients, ctx).items()}
+        except Killed:
+            assert any(name.startswith("stages/") for name in store.names)
+    assert again == whole
+    assert store.load("stages/seed-0/whole/cluster-models.safetensors") is None
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def damaged(upload: Upload, key: str, value: float) -> Upload:
+    tensors = {name: tensor.clone() for name, tensor in upload.tensors.items()}
+    name = next(name for name in tensors if name.endswith(key))
+    tensors[name].view(-1)[0] = value
+    return replace(upload, tensors=tensors)
+
+
+@each
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("weight", float("nan"), "not_finite"),
+        ("running_mean", float("inf"), "not_finite"),
+        ("running_var", -1.0, "bad_statistics"),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(name: str, key: str, value: float, code: str, uploads: list[Upload]) -> None:
+    bad = [uploads[0], damaged(uploads[1], key, value), uploads[2]]
+    store = Mortal(1000)
+    with pytest.raises(MethodError) as caught:
+        fuse(tiny(name), bad, store)
+    assert caught.value.code == code and "'client-1'" in str(caught.value)
+    assert not store.names, "before any work"
+
+
+@each
+def test_weights_of_another_architecture_are_refused_by_name(name: str, uploads: list[Upload]) -> None:
+    other = tiny_context(model="vgg8")
+    wrong = Upload("client-1", uploads[0].task, create(name).upload(tiny_clients(1)[0], other).tensors)
+    with pytest.raises(MethodError) as caught:
+        tiny(name).fuse([uploads[0], wrong], tiny_context())
+    assert caught.value.code == "wrong_weights" and "'client-1' did not send a resnet8" in str(caught.value)
+
+
+@each
+def test_a_network_without_batch_normalisation_is_refused_early(name: str) -> None:
+    with pytest.raises(ConfigError) as early:
+        load_config(flags={"model": "cnn", "methods": [name]})
+    assert early.value.code == "needs_batchnorm" and name in str(early.value)
+    load_config(flags={"model": "cnn", "methods": ["ensemble"]})
+
+    ctx = tiny_context(model="cnn")
+    method, clients = tiny(name), tiny_clients(2)
+    sent = [method.upload(client, ctx) for client in clients]
+    with pytest.raises(MethodError) as checked:
+        check_needs(method, sent)
+    with pytest.raises(MethodError) as direct:
+        method.fuse(sent, ctx)
+    assert checked.value.code == direct.value.code == "needs_bn_stats"
+    assert "'client-0'" in str(direct.value)
+    answers = simulate(create("ensemble"), clients, ctx)["client-0"].probabilities(clients[0].images)
+    assert np.isfinite(answers).all()
+
+
+@each
+def test_bad_settings_are_refused_by_name(name: str) -> None:
+    for key, value in {"steps": 0, "batch": 1, "temperature": 0.0, "lr": -1.0, "adaptation": "no"}.items():
+        with pytest.raises(ConfigError, match=f"method.{name}.{key}"):
+            create(name, {name: {key: value}})
+
+
+@each
+def test_a_class_that_nobody_has_is_survived_and_said(name: str) -> None:
+    clients, ctx = tiny_clients(3, classes=2), tiny_context(classes=4)
+    for spec in (name, f"{name}:class_weighted"):
+        ctx.scope = f"seed-0/{spec.replace(':', '-')}"
+        predictors = simulate(tiny(spec), clients, ctx)
+        assert np.isfinite(predictors["client-0"].probabilities(clients[0].images)).all()
+        warnings = [text for record in records(ctx, list(predictors), 1) for text in record["warnings"]]
+        assert any("does not recognise its own images" in text and "class-3" in text for text in warnings)
+
+
+@each
+def test_clients_of_different_architectures_teach_together(name: str, uploads: list[Upload]) -> None:
+    other = tiny_context(model="wrn16_2")
+    mixed = [*uploads[:2], create(name).upload(tiny_clients(3)[2], other)]
+    replies = tiny(name).fuse(mixed, tiny_context())
+    assert [reply.info["architecture"] for reply in replies] == ["resnet8"] * 3
+    network = models.build("resnet8", 3, 3, 12)
+    network.load_state_dict(dict(replies[2].tensors))
+
+
+@each
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> None:
+    replies = tiny(name).fuse(uploads[:count], tiny_context())
+    assert len(replies) == count
+    assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
+
+
+@each
+def test_identical_clients_are_one_client(name: str, uploads: list[Upload]) -> None:
+    """Averaging a teacher with itself changes nothing."""
+    settings = {"clusters": 1} if name == "fedbicross" else {}
+    alone = tiny(name, **settings).fuse(uploads[:1], tiny_context())[0]
+    twins = tiny(name, **settings).fuse([uploads[0], replace(uploads[0], client="twin")], tiny_context())[0]
+    for key, value in alone.tensors.items():
+        torch.testing.assert_close(twins.tensors[key], value, rtol=1e-3, atol=1e-3)
+
+
+@each
+def test_a_student_that_diverges_is_an_error_in_words(name: str, uploads: list[Upload]) -> None:
+    with pytest.raises(MethodError) as caught:
+        tiny(name, lr=1e30, schedule="constant").fuse(uploads, tiny_context())
+    assert caught.value.code == "diverged" and "lower the student's lr" in str(caught.value)
+
+
+# --- what leaves, what it costs, which streams -----------------------------------------------------------
+
+
+@each
+def test_class_counts_leave_only_where_the_teacher_needs_them(name: str, trained: Context) -> None:
+    client = tiny_clients(3)[0]
+    assert create(name).upload(client, trained).class_counts is None
+    assert "class" not in create(name).leaves
+    counted = create(f"{name}:class_weighted")
+    assert counted.upload(client, trained).class_counts == client.class_counts(3)
+    assert "number of training images per class" in counted.leaves
+    assert "class_counts" in counted.needs
+
+
+def test_class_weighted_teachers_trust_those_who_saw_the_class(uploads: list[Upload]) -> None:
+    config = tiny("fedisca:class_weighted").config
+    loud = [replace(uploads[0], class_counts=[1, 0, 0]), replace(uploads[1], class_counts=[0, 1, 1])]
+    teacher = config.load_teacher("fedisca", loud, tiny_context())
+    x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    parts = (teacher.ensemble.logits(x) / config.temperature).softmax(-1)
+    expected = torch.stack([parts[0, :, 0], parts[1, :, 1], parts[1, :, 2]], dim=1)
+    torch.testing.assert_close(teacher.original(x), expected / expected.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("size", "jitter"), [(28, 2), (128, 2), (129, 30), (224, 30)])
+def test_jitter_grows_with_the_image(size: int, jitter: int) -> None:
+    assert create("fedisca").config.inversion(size).jitter == jitter
+    assert create("fedisca", {"fedisca": {"jitter": 5}}).config.inversion(size).jitter == 5
+    assert create("fedisca", {"fedisca": {"jitter": 99}}).config.inversion(28).jitter == 27, "a full turn is no shift"
+
+
+def test_the_papers_values_are_the_defaults() -> None:
+    fedisca, e_fedisca, fedbicross = (create(name).config for name in NAMES)
+    for config in (fedisca, e_fedisca, fedbicross):
+        found = (config.batch, config.lr_synthesis, config.alpha_tv, config.alpha_bn, config.temperature)
+        assert (*found, config.momentum_adaptation) == (256, 5e-2, 2.5e-5, 10.0, 20.0, 0.9)
+    assert (fedisca.steps, fedisca.epochs) == (500, 100)
+    assert (e_fedisca.steps, e_fedisca.memory, e_fedisca.threshold, e_fedisca.epochs) == (1000, 500, 50.0, 100)
+    assert (fedbicross.steps, fedbicross.probes, fedbicross.validation_share) == (500, 256, 0.2)
+    assert (fedbicross.gamma, fedbicross.delta, fedbicross.epochs_personal) == (0.5, 0.3, 10)
+
+
+def test_rates() -> None:
+    assert [rate("step", p) for p in (0.0, 0.49, 0.5, 0.75)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert [rate("cosine", p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1, 0.5, 0])
+    assert rate("constant", 0.9) == 1
+
+
+def test_students_differ_by_number_and_by_seed() -> None:
+    ctx = tiny_context()
+    first, again, other = new_student(ctx, 0), new_student(ctx, 0), new_student(ctx, 1)
+    ctx.seed = 1
+    weights = [student.state()["head.weight"] for student in (first, again, other, new_student(ctx, 0))]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[3])
+
+
+def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
+    one = models.forward_flops("resnet8", 3, 3, 12)
+    assert synthesis_flops(tiny_context(), 3, 12, 5, 7) == one * 12 * (2 * 3 * 5 + (2 * 3 + 3) * 7)
+    assert synthesis_flops(tiny_context(), 3, 12, 5, 7, students=4) == one * 12 * (2 * 3 * 5 + (2 * 3 + 12) * 7)
+    for name, synthesis, distillation, students in [("fedisca", 6, 6, 1), ("e_fedisca", 3, 6, 1)]:
+        ctx = tiny_context()
+        tiny(name).fuse(uploads, ctx)
+        assert ctx.record.flops == synthesis_flops(ctx, 3, 12, synthesis, distillation, students)
+
+
+@each
+def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, uploads: list[Upload]) -> None:
+    first, second, third = tiny_context(), tiny_context(), tiny_context()
+    third.seed = 1
+    made = [tiny(name).fuse(uploads, ctx)[0].pack() for ctx in (first, second, third)]
+    assert made[0] == made[1] != made[2]
+
+
+# --- the diagnosis of a run ------------------------------------------------------------------------------
+
+
+@each
+def test_a_record_tells_what_happened(name: str, trained: Context) -> None:
+    clients = tiny_clients(3, per_client=24)
+    ctx = replace(trained, scope=f"seed-0/{name}")
+    simulate(tiny(name), clients, ctx)
+    found = json.loads(ctx.store.load(f"records/fuse/seed-0/{name}/server.json"))
+    diagnosis, titles = found["diagnosis"], ["cluster 0", "cluster 1"] if name == "fedbicross" else ["student"]
+    for title in titles:
+        scalars = diagnosis["scalars"]
+        assert 0 <= scalars[f"{title}: soft-label entropy (0 sure, 1 uniform)"] <= 1
+        assert -1 <= scalars[f"{title}: spatial structure of the images (0 is noise)"] <= 1
+        assert 0 <= scalars[f"{title}: student agrees with its teacher on synthetic images"] <= 1
+        table = diagnosis["tables"][f"{title}: how well the images fit their class"]
+        assert [row[0] for row in table["rows"]] == ["class-0", "class-1", "class-2"]
+        assert table["columns"][1] == "teacher's cross-entropy" and all(row[1] >= 0 for row in table["rows"])
+        losses = diagnosis["curves"][f"{title}: distillation loss"]
+        assert losses["x"] == [1, 2, 3, 4, 5, 6] and len(losses["series"]["distillation"]) == 6
+        synthesis = diagnosis["curves"]["synthesis loss" if name == "e_fedisca" else f"{title}: synthesis loss"]
+        assert set(synthesis["series"]) == {"synthesis", "cross-entropy", "batch norm"}
+        strip = diagnosis["image_strips"][f"{title}: synthetic images"]
+        assert strip["rows"] == ["class-0", "class-1", "class-2"]
+        assert strip["columns"] == ["step 1", "step 2", "step 3"]
+        picture = Image.open(io.BytesIO(ctx.store.load(strip["images"])))
+        assert picture.format == "PNG" and picture.width >= 36 and picture.height >= 36
+    if name == "fedbicross":
+        clusters = diagnosis["tables"]["cluster of each client"]["rows"]
+        assert [row[0] for row in clusters] == ["client-0", "client-1", "client-2"]
+        kl = np.array(diagnosis["heatmaps"]["disagreement of clients on noise (KL of row to column)"]["values"])
+        assert kl.shape == (3, 3) and (np.diag(kl) == 0).all() and (kl >= 0).all()
+        for k in range(2):
+            weights = diagnosis["heatmaps_over_time"][f"cross-cluster weights of cluster {k}"]
+            assert weights["x"] == [0, 1, 2, 3, 4, 5, 6]
+            columns = np.array(weights["values"]).T
+            assert columns[0].tolist() == [0.5, 0.5], "the beginning, not the end, comes first"
+            assert np.allclose(columns.sum(1), 1, atol=1e-3)
+            assert (columns[0] != columns[-1]).any()
+        final = diagnosis["heatmaps"]["final cross-cluster weights (row listens to column)"]["values"]
+        assert final[1] == [row[-1] for row in weights["values"]]
+
+
+def test_fixed_weights_do_not_count_as_collapsed(uploads: list[Upload]) -> None:
+    ctx = tiny_context()
+    tiny("fedbicross:intra").fuse(uploads, ctx)
+    assert not any("collapsed" in warning for warning in ctx.record.warnings)
+    ctx = tiny_context()
+    tiny("fedbicross", lr_weights=50.0).fuse(uploads, ctx)
+    assert any("collapsed" in warning and "lr_weights" in warning for warning in ctx.record.warnings)
+
+
+@each
+def test_a_run_too_short_for_structure_says_so(name: str, uploads: list[Upload]) -> None:
+    ctx = tiny_context()
+    tiny(name, lr_synthesis=1e-6).fuse(uploads, ctx)
+    assert any("no structure" in warning and "alpha_bn" in warning for warning in ctx.record.warnings)
+
+
+def test_a_student_that_does_not_learn_is_noticed() -> None:
+    """Clients that are sure of their classes, and a student whose rate is nothing."""
+    clients, ctx = tiny_clients(3, per_client=60), tiny_context(epochs=10)
+    method = tiny("fedisca", lr=1e-12, steps=40, epochs=1, batch=30)
+    method.fuse([method.upload(client, ctx) for client in clients], ctx)
+    assert any("has not learned its teacher" in warning for warning in ctx.record.warnings)
+
+
+@each
+def test_client_names_appear_shortened(name: str, trained: Context) -> None:
+    clients = [Client("n" * 500 + str(i), c.images, c.labels) for i, c in enumerate(tiny_clients(2))]
+    ctx = tiny_context()
+    method = tiny(name)
+    method.fuse([method.upload(client, ctx) for client in clients], ctx)
+    assert "n" * 50 not in json.dumps(ctx.record.as_json())

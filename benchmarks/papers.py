@@ -7,7 +7,6 @@ because one small network alone leaves a large GPU mostly idle. Results are stor
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import shutil
 import time
@@ -58,9 +57,11 @@ def run(file: Path, assignments: list[str], models: Path, out: Path, workers: in
     write_atomic(final / "partition.json", prepared.partition_text.encode())
     write_atomic(final / "config.toml", as_toml(config).encode())
     (final / "client_models").symlink_to(shared)
-    results = runner.resume(final, progress=PlainProgress())
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{file.stem}.json").write_text(json.dumps(results, indent=1, sort_keys=True))
+    try:
+        results = runner.resume(final, progress=PlainProgress())
+    finally:  # the rows that were finished are worth having, whatever stopped the rest
+        shutil.copy(final / "results.json", out / f"{file.stem}.json")
     for number, picture in enumerate(sorted((final / "diagnosis").rglob("*.png"))[:3]):
         shutil.copy(picture, out / f"{file.stem}-{number}.png")
     print(markdown(results), flush=True)

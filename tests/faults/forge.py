@@ -18,7 +18,8 @@ from cli.console import environment
 FORGE = """
 import json, os, resource, signal, sys
 import torch, torch._dynamo, sklearn.metrics, matplotlib.figure, jinja2, PIL.Image
-import fedbicross.runs.runner, fedbicross.report.write, fedbicross.engine.train, fedbicross.engine.predict
+import fedbicross.models.factory, fedbicross.engine.train, fedbicross.engine.predict
+import fedbicross.runs.runner, fedbicross.report.write
 from fedbicross.cli import main
 torch.set_num_threads(1)
 WRITES = {"open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree"}

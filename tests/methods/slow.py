@@ -159,4 +159,6 @@ class Pupil:
 def assert_same_state(found: Any, expected: Any, atol: float = 1e-4) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -45,7 +45,10 @@ def plain(config: Any, uploads: list[Upload], ctx: Context) -> dict[str, Tensor]
         for use in ("adaptation", "distillation"):
             rng = ctx.torch_rng("mixing", use, f"epoch-{epoch}")
             which = torch.randint(len(memory), (config.steps_distil, 1), generator=rng)
-            draws[use] = which, torch.randint(len(noise) if config.mixing else 1, (config.steps_distil, 12), generator=rng)
+            draws[use] = (
+                which,
+                torch.randint(len(noise) if config.mixing else 1, (config.steps_distil, 12), generator=rng),
+            )
 
         def mixture(use: str, s: int, lam: float, draws: dict[str, tuple[Tensor, Tensor]] = draws) -> Tensor:
             image, texture = memory[draws[use][0][s - 1].item()], noise[draws[use][1][s - 1]]
@@ -119,9 +122,13 @@ def test_mixtures_are_equation_9_and_drawn_afresh_every_epoch() -> None:
             assert texture.flatten(1).unique(dim=1).shape[1] == 1, "each image has its own noise image"
             assert (texture[:, 0, 0, 0] >= 5).all()
             torch.testing.assert_close(mixtures.at(s, 0.25, use), 0.25 * texture + 0.75 * image)
-    assert torch.equal(mixtures.at(2, 1.0, "adaptation"), Mixtures(0, stored, noise, config, ctx).at(2, 1.0, "adaptation"))
+    assert torch.equal(
+        mixtures.at(2, 1.0, "adaptation"), Mixtures(0, stored, noise, config, ctx).at(2, 1.0, "adaptation")
+    )
     assert not torch.equal(mixtures.at(2, 1.0, "adaptation"), mixtures.at(2, 1.0, "distillation"))
-    assert not torch.equal(mixtures.at(2, 1.0, "adaptation"), Mixtures(1, stored, noise, config, ctx).at(2, 1.0, "adaptation"))
+    assert not torch.equal(
+        mixtures.at(2, 1.0, "adaptation"), Mixtures(1, stored, noise, config, ctx).at(2, 1.0, "adaptation")
+    )
 
 
 def test_mixtures_without_noise_or_without_images() -> None:

@@ -78,7 +78,9 @@ class Model:
         return {name: {**self.params, **self.buffers}[name] for name in self.network.state_dict()}
 
 
-def plain(config: Any, uploads: list[Upload], labels: list[int], ctx: Context) -> tuple[list[dict[str, Tensor]], Tensor]:
+def plain(
+    config: Any, uploads: list[Upload], labels: list[int], ctx: Context
+) -> tuple[list[dict[str, Tensor]], Tensor]:
     """Algorithm 1, lines 4-15, with loops: the cluster models and the final weights."""
     members = [[i for i, label in enumerate(labels) if label == k] for k in range(max(labels) + 1)]
     teachers = [slow.networks([uploads[i] for i in who], ctx) for who in members]
@@ -150,7 +152,9 @@ def test_cluster_models_and_weights_equal_double_backward(
     states, weights = plain(method.config, uploads, labels, tiny_context())
     for reply, label in zip(replies, labels, strict=True):
         slow.assert_same_state(reply.tensors, states[label])
-    shown = torch.tensor(ctx.record.diagnosis["heatmaps"]["final cross-cluster weights (row listens to column)"]["values"])
+    shown = torch.tensor(
+        ctx.record.diagnosis["heatmaps"]["final cross-cluster weights (row listens to column)"]["values"]
+    )
     torch.testing.assert_close(shown, weights, rtol=0, atol=2e-4)
     assert (weights != 1 / len(weights)).any() == (spec != "fedbicross:uniform"), "learned weights move"
     assert torch.allclose(shown.sum(1), torch.ones(len(shown)), atol=1e-3) and (shown >= 0).all()
@@ -247,13 +251,19 @@ def test_auto_says_why(uploads: list[Upload]) -> None:
     assert table["columns"] == ["k", "silhouette", "stability", "sizes", "chosen"] and table["rows"]
 
 
-@pytest.mark.parametrize(("clients", "clusters", "said"), [(1, 3, "lowered to 1"), (2, 3, "lowered to 2"), (3, 3, None)])
-def test_few_clients_lower_k_with_a_warning(clients: int, clusters: int, said: str | None, uploads: list[Upload]) -> None:
+@pytest.mark.parametrize(
+    ("clients", "clusters", "said"), [(1, 3, "lowered to 1"), (2, 3, "lowered to 2"), (3, 3, None)]
+)
+def test_few_clients_lower_k_with_a_warning(
+    clients: int, clusters: int, said: str | None, uploads: list[Upload]
+) -> None:
     ctx = tiny_context()
     replies = bench(clusters=clusters).fuse(uploads[:clients], ctx)
     assert replies[0].info["clusters"] == min(clients, clusters)
-    assert any(said in warning for warning in ctx.record.warnings) if said else not any(
-        "lowered" in warning for warning in ctx.record.warnings
+    assert (
+        any(said in warning for warning in ctx.record.warnings)
+        if said
+        else not any("lowered" in warning for warning in ctx.record.warnings)
     )
 
 

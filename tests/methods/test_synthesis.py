@@ -156,7 +156,9 @@ def damaged(upload: Upload, key: str, value: float) -> Upload:
         ("running_var", -1.0, "bad_statistics"),
     ],
 )
-def test_damaged_weights_are_refused_by_name(name: str, key: str, value: float, code: str, uploads: list[Upload]) -> None:
+def test_damaged_weights_are_refused_by_name(
+    name: str, key: str, value: float, code: str, uploads: list[Upload]
+) -> None:
     bad = [uploads[0], damaged(uploads[1], key, value), uploads[2]]
     store = Mortal(1000)
     with pytest.raises(MethodError) as caught:

@@ -30,7 +30,7 @@ def load_dataset(
     """Load ``cells``, a MedMNIST set by name, or the folder, ``.csv`` or ``.npz`` at a path.
 
     ``train_size`` and ``test_size`` keep at most so many of each split, with the same class shares (for ``cells``: how
-    many to draw). ``test_fraction`` is held out only where the data name no test images. Nothing is ever downloaded here.
+    many to draw). ``test_fraction`` is held out only where the data name no test images. Nothing is downloaded here.
     """
     if seed < 0:
         raise ConfigError("bad_seed", f"the seed must be 0 or more, got {seed}")

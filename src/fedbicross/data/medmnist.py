@@ -38,7 +38,8 @@ def load_medmnist(name: str, data_dir: Path, image_size: int = 28, max_bytes: in
     if not path.is_file():
         raise DataError(
             "missing_file",
-            f"{path} does not exist: run `fedbicross data fetch`, or download {MEDMNIST_URL.format(file=file)} and put it there",
+            f"{path} does not exist: run `fedbicross data fetch {name}`, "
+            f"or download {MEDMNIST_URL.format(file=file)} and put it there",
         )
     return load_npz(path, image_size, max_bytes)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Ensemble:
         if not models:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         self.precision, self.fast = precision, fast
-        self._clients = [_private_copy(model, precision) for model in models]
+        self._clients = [_private_copy(model) for model in models]
         self._functions: dict[
             tuple[object, ...], Callable[..., Any]
         ] = {}  # compiled passes, one per architecture and mode
@@ -199,9 +200,8 @@ class Ensemble:
 
     def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
-        if self.precision == "bf16":
-            x = x.to(torch.bfloat16)
-        outputs = [run(model, current, x) for model, current in self._clients]
+        with autocast(x.device.type, self.precision):
+            outputs = [run(model, current, x) for model, current in self._clients]
         classes = {output.shape[-1] for output in outputs}
         if len(classes) > 1:
             raise MethodError("class_mismatch", f"client models have different numbers of classes: {sorted(classes)}")
@@ -282,7 +282,7 @@ def _in_mode(mode: _Mode) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:
     return run
 
 
-def _private_copy(model: nn.Module, precision: str) -> tuple[nn.Module, _Pass]:
+def _private_copy(model: nn.Module) -> tuple[nn.Module, _Pass]:
     current = _Pass()
     private = copy.deepcopy(model).eval().requires_grad_(False)
     private = private.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -292,11 +292,6 @@ def _private_copy(model: nn.Module, precision: str) -> tuple[nn.Module, _Pass]:
             parent, _, attribute = name.rpartition(".")
             norm = replaced.setdefault(module, _Norm(module, name, current))
             setattr(private.get_submodule(parent), attribute, norm)
-    if precision == "bf16":
-        # Once, not at every pass as autocast would. Normalisation keeps float32 statistics, scale and shift.
-        for module in private.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                module.to(torch.bfloat16)
     return private, current
 
 

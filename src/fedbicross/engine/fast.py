@@ -49,13 +49,12 @@ class Captured:
         kept = [value.detach().clone() for value in self.state]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        # Shapes never change here, so that cuDNN's search for the fastest convolutions pays.
-        with torch.cuda.stream(side), torch.backends.cudnn.flags(benchmark=True, allow_tf32=True):
+        with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 self.function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.backends.cudnn.flags(benchmark=True, allow_tf32=True):
+        with torch.cuda.graph(graph):
             self.outputs = self.function(*self.inputs)
         with torch.no_grad():
             for value, old in zip(self.state, kept, strict=True):

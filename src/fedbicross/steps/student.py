@@ -12,6 +12,8 @@ from torch.func import functional_call
 from fedbicross.engine.device import autocast
 from fedbicross.engine.fast import compiled
 
+_COMPILED: dict[str, Callable[..., Tensor]] = {}
+
 
 class Student:
     """Parameters, batch-normalisation statistics and momentum of one network, all in place on one device.
@@ -26,7 +28,9 @@ class Student:
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
-        self.forward = compiled(self._forward) if fast else self._forward
+        self.forward = self._forward
+        if fast:  # weights are arguments, so that students of one architecture share one compilation
+            self.forward = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
 
     def logits(self, x: Tensor, track: bool = True) -> Tensor:
         """Train-mode logits in float32; ``track`` says whether this batch moves the running statistics."""

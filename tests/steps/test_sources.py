@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedbicross.bundle import pack, unpack
+from fedbicross.engine.ensemble import Ensemble
+from fedbicross.steps.inversion import InversionSettings
+from fedbicross.steps.sources import FinishedOnly, NoiseOnly
+from fedbicross.steps.trajectory import Teacher, Trajectory
+
+from .tiny import Tiny, randomised
+
+SETTINGS = InversionSettings(steps=4, batch=8, jitter=1)
+
+
+def teacher(adaptation="batch"):
+    return Teacher(Ensemble([randomised(Tiny(), seed=0).float()]), 3.0, adaptation=adaptation)
+
+
+def trajectory(epoch):
+    return Trajectory.start(teacher("none"), SETTINGS, (3, 6, 6), 4, torch.Generator().manual_seed(epoch))
+
+
+def stream(step):
+    return torch.Generator().manual_seed(100 + step)
+
+
+def kept(source):
+    return unpack(pack("stage", source.tensors(), {}), "stage")[0]
+
+
+# --- noise only ------------------------------------------------------------------------------------------
+
+
+def test_noise_is_fresh_standard_normal_with_the_levels_of_a_trajectory():
+    samples = list(NoiseOnly(teacher(), (512, 3, 6, 6), 4, stream))
+    assert [sample.lam for sample in samples] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    for sample in samples:
+        assert torch.equal(sample.images, torch.randn((512, 3, 6, 6), generator=stream(sample.t)))
+        assert sample.images.mean().abs() < 0.02 and (sample.images.std() - 1).abs() < 0.02
+        assert sample.loss is None
+    assert not torch.equal(samples[0].images, samples[1].images)
+    torch.testing.assert_close(samples[0].adapted, teacher().adapted(samples[0].images))
+    torch.testing.assert_close(samples[0].original, teacher().original(samples[0].images))
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_stopped_noise_goes_on(stop):
+    whole, first = list(NoiseOnly(teacher(), (8, 3, 6, 6), 4, stream)), NoiseOnly(teacher(), (8, 3, 6, 6), 4, stream)
+    iterator = iter(first)
+    for _ in range(stop):
+        next(iterator)
+    rest = list(NoiseOnly(teacher(), (8, 3, 6, 6), 4, stream, int(kept(first)["done"])))
+    assert len(rest) == 4 - stop
+    for sample, expected in zip(rest, whole[stop:], strict=True):
+        assert sample.t == expected.t and torch.equal(sample.images, expected.images)
+
+
+# --- finished images only --------------------------------------------------------------------------------
+
+
+def finished(epoch):
+    made = trajectory(epoch)
+    for _ in range(4):
+        made.inversion.step()
+    return made.inversion.images
+
+
+def order(epoch):
+    return lambda size: [(epoch + step) % size for step in range(4)]
+
+
+def test_every_sample_is_a_finished_batch_of_this_or_an_earlier_epoch():
+    pool = []
+    for epoch in range(3):
+        samples = list(FinishedOnly(trajectory(epoch), pool, order(epoch)))
+        assert len(pool) == epoch + 1 and torch.equal(pool[-1], finished(epoch))
+        for sample, index in zip(samples, order(epoch)(len(pool)), strict=True):
+            assert torch.equal(sample.images, finished(index))
+            assert sample.lam == 0 and sample.adapted is sample.original
+            torch.testing.assert_close(sample.original, teacher().original(finished(index)))
+        assert [sample.t for sample in samples] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_stopped_draws_go_on_with_the_same_pool(stop):
+    pool = [finished(0)]
+    first = FinishedOnly(trajectory(1), pool, order(1))
+    iterator = iter(first)
+    for _ in range(stop):
+        next(iterator)
+    tensors = kept(first)  # also: no tensor is stored twice, which the format refuses
+    again = FinishedOnly.pool_of(tensors)
+    assert len(again) == 2 and torch.equal(again[0], finished(0)) and torch.equal(again[1], finished(1))
+    continued = FinishedOnly(
+        Trajectory.from_tensors(teacher("none"), SETTINGS, tensors), again, order(1), int(tensors["drawn"])
+    )
+    rest = list(continued)
+    assert [sample.t for sample in rest] == list(range(stop + 1, 5))
+    for sample, index in zip(rest, order(1)(2)[stop:], strict=True):
+        assert torch.equal(sample.images, finished(index))
+    assert len(again) == 2, "the batch is not made a second time"
+
+
+def test_a_checkpoint_of_something_else_has_no_pool():
+    assert FinishedOnly.pool_of({"done": torch.tensor(3), "images": torch.zeros(1)}) == []

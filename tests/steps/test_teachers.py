@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedbicross import models
+from fedbicross.errors import MethodError
+from fedbicross.steps import teachers
+
+SHAPE = (3, 4, 12)
+
+
+def state(name, seed=0):
+    network = models.build(name, *SHAPE)
+    models.initialise(network, torch.Generator().manual_seed(seed))
+    return network.state_dict()
+
+
+def test_networks_of_any_architecture_keep_their_order():
+    names = ["resnet8", "vgg8", "resnet8"]
+    states = [state(name, seed) for seed, name in enumerate(names)]
+    ensemble = teachers.load_teachers(["a", "b", "c"], names, states, SHAPE)
+    x = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    logits = ensemble.logits(x)
+    assert logits.shape == (3, 5, 4)
+    for row, name, weights in zip(logits, names, states, strict=True):
+        network = models.build(name, *SHAPE)
+        network.load_state_dict(weights)
+        torch.testing.assert_close(row, network.eval()(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("head.weight", float("nan"), "not_finite"),
+        ("head.bias", float("-inf"), "not_finite"),
+        ("running_var", float("nan"), "not_finite"),
+        ("running_var", -1e-6, "bad_statistics"),
+    ],
+)
+def test_damaged_weights_are_refused_with_client_and_tensor(key, value, code):
+    bad = {name: tensor.clone() for name, tensor in state("resnet8").items()}
+    name = next(name for name in bad if name.endswith(key))
+    bad[name].view(-1)[-1] = value
+    with pytest.raises(MethodError) as caught:
+        teachers.load_teachers(["good", "bad"], ["resnet8"] * 2, [state("resnet8"), bad], SHAPE)
+    assert caught.value.code == code
+    assert "'bad'" in str(caught.value) and repr(name) in str(caught.value)
+
+
+def test_a_variance_of_zero_and_whole_numbers_are_fine():
+    good = {name: tensor.clone() for name, tensor in state("resnet8").items()}
+    next(tensor for name, tensor in good.items() if name.endswith("running_var")).zero_()
+    teachers.check_state("good", {**good, "count": torch.tensor(-1)})
+
+
+@pytest.mark.parametrize("how", ["other architecture", "missing", "extra", "other classes"])
+def test_weights_that_do_not_fit_are_refused_in_one_line(how):
+    bad = dict(state("vgg8" if how == "other architecture" else "resnet8"))
+    if how == "missing":
+        del bad["head.bias"]
+    if how == "extra":
+        bad["secret"] = torch.zeros(1)
+    if how == "other classes":
+        bad["head.weight"], bad["head.bias"] = torch.zeros(7, 64), torch.zeros(7)
+    with pytest.raises(MethodError) as caught:
+        teachers.load_teachers(["mallory"], ["resnet8"], [bad], SHAPE)
+    assert caught.value.code == "wrong_weights"
+    assert "'mallory' did not send a resnet8" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_batch_normalisation_is_required_of_every_client():
+    ensemble = teachers.load_teachers(["a", "b"], ["resnet8", "cnn"], [state("resnet8"), state("cnn")], SHAPE)
+    with pytest.raises(MethodError) as caught:
+        teachers.need_batchnorm(ensemble, ["a", "b"], "fedisca")
+    assert caught.value.code == "needs_bn_stats"
+    assert "fedisca" in str(caught.value) and "'b'" in str(caught.value)
+    teachers.need_batchnorm(ensemble.subset([0]), ["a"], "fedisca")

@@ -22,8 +22,8 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedbicross.bundle import pack, unpack
-from fedbicross.context import Context, Task
-from fedbicross.errors import MethodError
+from fedbicross.context import Context, Store, Task
+from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.settings import Settings
 
 if TYPE_CHECKING:
@@ -244,27 +244,43 @@ def simulate(method: Method[Any], clients: Sequence[Client], ctx: Context) -> di
     clients = in_order(clients)
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
-    replies: list[Reply] = []
-    models: list[bytes] = []
-    for number in range(1, method.rounds + 1):
+    done, replies = _newest_round(method, clients, ctx)
+    _drop_round(ctx, done - 1)  # a kill may have come between the two
+    for number in range(done + 1, method.rounds + 1):
         folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{number:03d}"
-        uploads = [
-            Upload.unpack(_step(ctx, "upload", folder, client, partial(method.upload, client, ctx, previous)))
-            for client, previous in zip_longest(clients, replies)
-        ]
+        for client, previous in zip_longest(clients, replies):
+            _step(ctx, "upload", folder, client, partial(method.upload, client, ctx, previous))
+        uploads = _read_shared(ctx.store, _paths("uploads", folder, clients), Upload.unpack)
         check_needs(method, uploads)
         replies = _fuse(method, uploads, folder, ctx)
-        if number > 1:  # only the newest round is kept: a hundred rounds of a large network would fill a disk
-            for kind in ("uploads", "replies", "records/upload", "records/fuse"):
-                ctx.store.drop(f"{kind}/{ctx.scope}/round-{number - 1:03d}")
+        _drop_round(ctx, number - 1)
     made: dict[int, bytes] = {}  # where the client plays no part in the result, equal replies give equal models
     for client, reply in zip(clients, replies, strict=True):
         make = partial(method.personalize, client, reply, ctx)
         known = None if method.personal else made.get(id(reply))
         made[id(reply)] = _step(ctx, "personalize", ctx.scope, client, make, known)
-        models.append(made[id(reply)])
     ctx.drop_stages()
-    return dict(zip([client.name for client in clients], _read_shared(models, Predictor.unpack), strict=True))
+    models = _read_shared(ctx.store, _paths("models", ctx.scope, clients), Predictor.unpack)
+    return dict(zip([client.name for client in clients], models, strict=True))
+
+
+def _paths(kind: str, folder: str, clients: Sequence[Client]) -> list[str]:
+    return [f"{kind}/{folder}/{file_name(client.name)}.safetensors" for client in clients]
+
+
+def _drop_round(ctx: Context, number: int) -> None:
+    """Only the newest round is kept: a hundred rounds of a large network would fill a disk."""
+    for kind in ("uploads", "replies", "records/upload", "records/fuse") if number > 0 else ():
+        ctx.store.drop(f"{kind}/{ctx.scope}/round-{number:03d}")
+
+
+def _newest_round(method: Method[Any], clients: Sequence[Client], ctx: Context) -> tuple[int, list[Reply]]:
+    """The last round of which every reply is there, so that a killed run repeats at most one; (0, []) for none."""
+    for number in range(method.rounds, 0, -1) if method.rounds > 1 else ():
+        paths = _paths("replies", f"{ctx.scope}/round-{number:03d}", clients)
+        if all(ctx.store.size(path) for path in paths):
+            return number, _read_shared(ctx.store, paths, Reply.unpack)
+    return 0, []
 
 
 def in_order(clients: Sequence[Client]) -> list[Client]:
@@ -320,16 +336,28 @@ def _fuse(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Cont
         data = {key: reply.pack() for key, reply in packed.items()}
         for path, reply in zip(paths, replies, strict=True):
             ctx.store.save(path, data[id(reply)])
-    kept = [ctx.store.load(path) for path in paths]
-    return _read_shared([data for data in kept if data is not None], Reply.unpack)
+    return _read_shared(ctx.store, paths, Reply.unpack)
 
 
-def _read_shared(items: Sequence[bytes], unpack_one: Callable[[bytes], T]) -> list[T]:
-    """Decode, equal bytes once only, so that a hundred clients share one ensemble in memory."""
-    digests = [hashlib.sha256(data).digest() for data in items]
-    read = dict(zip(digests, items, strict=True))
-    objects = {digest: unpack_one(data) for digest, data in read.items()}
-    return [objects[digest] for digest in digests]
+def _read_shared(store: Store, paths: Sequence[str], unpack_one: Callable[[bytes], T]) -> list[T]:
+    """Decode stored files, equal bytes once only, so that a hundred clients share one ensemble in memory."""
+    objects: dict[bytes, T] = {}
+    out = []
+    for path in paths:
+        data = store.load(path) or b""
+        digest = hashlib.sha256(data).digest()
+        if digest not in objects:
+            objects[digest] = _read(path, data, unpack_one)
+        out.append(objects[digest])
+    return out
+
+
+def _read(path: str, data: bytes, unpack_one: Callable[[bytes], T]) -> T:
+    """Decode one stored file; a damaged one is named, so that it can be deleted and made again."""
+    try:
+        return unpack_one(data)
+    except UploadError as error:
+        raise RunError("damaged", f"{path} is damaged ({error.args[0]}); delete it and resume") from None
 
 
 def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
@@ -346,7 +374,7 @@ def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Contex
         patients,
     )
     data = _step(ctx, "personalize", ctx.scope, everyone, partial(method.personalize, everyone, Reply(), ctx))
-    predictor = Predictor.unpack(data)
+    predictor = _read(f"models/{ctx.scope}/{everyone.name}.safetensors", data, Predictor.unpack)
     return {client.name: predictor for client in clients}
 
 

@@ -65,7 +65,14 @@ def test_refusals(tmp_path):
         load_dataset("cells", seed=-1)
     write(tmp_path / "own.npz", **arrays())
     with raises("bad_subset_size"):
-        load_dataset(tmp_path / "own.npz", train_size=1000)
+        load_dataset(tmp_path / "own.npz", train_size=-1)
+
+
+def test_a_size_is_at_most(tmp_path):
+    write(tmp_path / "own.npz", **arrays())
+    whole = load_dataset(tmp_path / "own.npz")
+    assert len(load_dataset(tmp_path / "own.npz", train_size=1000).train) == len(whole.train)
+    assert len(load_dataset(tmp_path / "own.npz", train_size=5).train) == 5
 
 
 def test_import_is_light():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-METHODS = ["fedavg", "ensemble:class_weighted"]
+METHODS = ["fedavg", "ensemble:class_weighted", "fedbicross"]
 SETTINGS = {
     "name": "demo",
     "model": "resnet8",

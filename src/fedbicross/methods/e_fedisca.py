@@ -38,6 +38,7 @@ class EFedISCAConfig(SynthesisConfig):
     """E-FedISCA's settings; the paper's values are the defaults."""
 
     steps: int = Field(1000, ge=1, description="synthesis steps, once (paper: 1,000; 2,000 at 224 px)")
+    batch: int = Field(256, ge=2, description="B: images per synthesised batch (paper: 256; 96 at 224 px)")
     ce: Literal["mean_logits", "mean_ce"] = Field("mean_ce", description="mean of the clients' cross-entropies (paper)")
     memory: int = Field(500, ge=1, description="n: stored batches (paper: 500)")
     threshold: float = Field(50.0, gt=0, description="L_th: loss below which a batch is stored (paper: 50)")
@@ -48,9 +49,7 @@ class EFedISCAConfig(SynthesisConfig):
     noise: Literal["oriented", "pink", "dead_leaves"] = Field(
         "oriented", description="structured noise N' (paper: oriented)"
     )
-    noise_images: int = Field(
-        20_000, ge=1, description="noise images to draw from, made once (paper: a download of 105k)"
-    )
+    noise_images: int = Field(20_000, ge=1, description="noise images to draw from, made once (paper: a published set)")
     synthesis: bool = Field(True, description="false: noise only (ablations b and d)")
     mixing: bool = Field(True, description="false: stored images only (ablation a)")
 
@@ -79,11 +78,11 @@ class EFedISCA(Method[EFedISCAConfig]):
     }
     quick = {
         "steps": 150,
-        "batch": 64,
+        "batch": 32,
         "memory": 75,
         "epochs": 4,
-        "steps_distil": 100,
-        "lr": 0.05,
+        "steps_distil": 150,
+        "lr": 0.1,
         "schedule": "cosine",
         "noise_images": 2000,
     }

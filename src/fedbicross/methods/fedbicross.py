@@ -124,7 +124,15 @@ class FedBiCross(Method[FedBiCrossConfig]):
         "ema": "noise-adapted teachers by Eq. 3 as written",
         "class_weighted": "ours: clients of a cluster weighted per class by their class counts",
     }
-    quick = {"steps": 60, "batch": 64, "trajectories": 4, "probes": 64, "lr": 0.05, "lr_personal": 0.01}
+    quick = {
+        "steps": 80,
+        "batch": 32,
+        "trajectories": 3,
+        "probes": 64,
+        "lr_synthesis": 0.1,
+        "lr_personal": 1e-2,
+        "batch_personal": 32,
+    }
 
     @property
     def needs(self) -> frozenset[str]:

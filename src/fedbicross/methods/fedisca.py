@@ -68,7 +68,7 @@ class FedISCA(Method[FedISCAConfig]):
         "no_noise": "ablation w/o N: finished images only (DeepInversion)",
         "class_weighted": "ours: clients weighted per class by their class counts",
     }
-    quick = {"steps": 60, "batch": 64, "epochs": 6, "lr": 0.05, "schedule": "cosine"}
+    quick = {"steps": 100, "batch": 32, "epochs": 6, "lr_synthesis": 0.1, "lr": 0.1, "schedule": "cosine"}
     personal = False
 
     @property

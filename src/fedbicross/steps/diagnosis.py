@@ -134,7 +134,7 @@ def describe_synthesis(
     if unreached:
         record.warn(
             f"{title}: the teacher does not recognise its own images of {', '.join(map(str, unreached[:8]))}; "
-            "perhaps no client of it has that class"
+            "perhaps no client of it has that class, or alpha_bn outweighs the cross-entropy: lower it"
         )
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fedbicross
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import MethodError
 from fedbicross.federation import Client, Predictor, Reply, Upload, check_needs, file_name, in_order, simulate
 from fedbicross.methods import METHODS, create
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 SOURCE = Path(fedbicross.__file__).parent
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import tiny_clients
 from fedbicross import models
 from fedbicross.context import MemoryStore
 from fedbicross.engine import train as module
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.train import Trained, epoch_batches, split_validation, train, turn_and_mirror
 from fedbicross.seeds import torch_rng
+from small import tiny_clients
 
 RECIPE = Training(recipe="modern", epochs=4, batch_size=8)
 

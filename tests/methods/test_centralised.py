@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from conftest import tiny_clients, tiny_context
 from fedbicross.federation import Client, simulate
 from fedbicross.methods import create
+from small import tiny_clients, tiny_context
 
 
 def test_trains_on_everybodys_images_at_one_imaginary_client() -> None:

@@ -9,12 +9,12 @@ import slow
 import torch
 from torch import Tensor
 
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context
 from fedbicross.federation import Upload
 from fedbicross.methods import create
 from fedbicross.methods.e_fedisca import Mixtures
 from fedbicross.steps.noise import structured_noise
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["e_fedisca"], "lr": 0.2}
 

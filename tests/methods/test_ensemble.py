@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import tiny_clients, tiny_context
 from fedbicross.engine.predict import load_model
 from fedbicross.federation import simulate
 from fedbicross.methods import create
+from small import tiny_clients, tiny_context
 
 
 def slow(kind: str) -> np.ndarray:

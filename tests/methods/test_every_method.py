@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError
 from fedbicross.federation import Reply, Upload, check_needs, records, simulate
 from fedbicross.methods import METHODS, create, method_names
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import tiny_clients, tiny_context
 from fedbicross.context import Task
 from fedbicross.errors import MethodError
 from fedbicross.federation import Client, Upload, simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedavg import average
+from small import tiny_clients, tiny_context
 
 
 def test_average_of_weights_statistics_and_counters() -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functional_call
 
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import Client, Upload, simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedbicross import split_rows
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["fedbicross"], "personalisation": False}
 

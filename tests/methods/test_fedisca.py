@@ -6,10 +6,10 @@ import pytest
 import slow
 import torch
 
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross.context import Context
 from fedbicross.federation import Upload
 from fedbicross.methods import create
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from conftest import tiny_clients, tiny_context
 from fedbicross.federation import simulate
 from fedbicross.methods import create
+from small import tiny_clients, tiny_context
 
 
 def test_every_client_keeps_its_own_network_and_nothing_leaves() -> None:

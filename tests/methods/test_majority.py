@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from conftest import tiny_clients, tiny_context
 from fedbicross.federation import Client, simulate
 from fedbicross.methods import create
+from small import tiny_clients, tiny_context
 
 
 def test_answers_the_most_frequent_class_whatever_the_image() -> None:

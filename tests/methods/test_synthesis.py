@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import TINY_METHODS, tiny_clients, tiny_context
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError
@@ -21,6 +20,7 @@ from fedbicross.federation import Client, Upload, check_needs, records, simulate
 from fedbicross.methods import create
 from fedbicross.methods.synthesis import new_student, rate, synthesis_flops
 from fedbicross.runs.config import load_config
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 NAMES = ["fedisca", "e_fedisca", "fedbicross"]
 each = pytest.mark.parametrize("name", NAMES)

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import tiny_clients, tiny_context
 from fedbicross import models
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
 from fedbicross.federation import Client
 from fedbicross.steps.personal import distil_personal
+from small import tiny_clients, tiny_context
 
 SETTINGS = {
     "gamma": 0.5,

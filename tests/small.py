@@ -1,0 +1,37 @@
+"""Clients, contexts and settings small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedbicross.context import Context, Task
+from fedbicross.engine.recipe import Training
+from fedbicross.federation import Client
+
+# Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
+TINY_METHODS: dict[str, dict[str, Any]] = {
+    "fedavg:multi_round": {"rounds": 3},
+    "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
+    "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
+    "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},
+    "fedbicross:repeated": {"trajectories": 3},
+}
+
+
+def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: int = 12, seed: int = 0) -> list[Client]:
+    """Clients whose classes differ in brightness, so that a network learns something in a few steps."""
+    rng = np.random.default_rng(seed)
+    clients = []
+    for index in range(count):
+        labels = rng.integers(0, classes, per_client)
+        images = rng.normal(60 + 60 * labels[:, None, None, None], 25, (per_client, size, size, 3)).clip(0, 255)
+        clients.append(Client(f"client-{index}", images.astype(np.uint8), labels.astype(np.int64)))
+    return clients
+
+
+def tiny_context(classes: int = 3, size: int = 12, model: str = "resnet8", **training: object) -> Context:
+    values = {"recipe": "modern", "epochs": 2, "batch_size": 8, **training}
+    task = Task(tuple(f"class-{c}" for c in range(classes)), size, 3, model)
+    return Context(task, Training(**values))

@@ -84,11 +84,14 @@ def test_pictures_are_small() -> None:
         assert picture.stat().st_size < 400_000, picture.name
 
 
+UNFINISHED = {"blood-dirichlet"}  # stopped when the GPU time was over; docs/results.md says so
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
 def test_stored_results_are_whole(file: Path) -> None:
     assert file.stat().st_size < 500_000
     results = json.loads(file.read_text(encoding="utf-8"))
-    assert results["complete"]
+    assert results["complete"] != (file.parent.name in UNFINISHED)
     if "trimmed" not in results:
         rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in results["rows"]]
         assert hashlib.sha256(canonical_json(rows).encode()).hexdigest() == results["rows_sha256"]

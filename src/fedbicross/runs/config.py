@@ -19,7 +19,7 @@ from fedbicross.settings import Settings, parse
 QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
     "model": "resnet8",
     "data": {"train_size": 4000, "test_size": 1000},
-    "training": {"recipe": "modern", "epochs": 8},
+    "training": {"recipe": "modern", "epochs": 8, "batch_size": 32},
 }
 
 

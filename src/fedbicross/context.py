@@ -222,8 +222,7 @@ class Context:
 
     def local_model(self, client: Client) -> Trained:
         """The client's own network by the run's recipe: trained on first use, then shared by content."""
-        from fedbicross import models
-        from fedbicross.engine.train import Trained, train
+        from fedbicross.engine.train import Trained
 
         key = self.local_model_key(client)
         name = f"client_models/{key}.safetensors"
@@ -232,22 +231,13 @@ class Context:
         began = time.perf_counter()
         data = self.store.load(name)
         if data is None:
-            seed = self._training_seed
             stream = ("init",) if self.training.init == "shared" else ("init", client.name)
-            model = self.new_model(seeds.torch_rng(seed, *stream))
+            model = self.new_model(seeds.torch_rng(self._training_seed, *stream))
             update = self.progress.start(f"training {client.label}", self.training.epochs)
-            trained = train(
+            trained = self._train(
+                client,
                 model,
-                self.task.model,
-                client.images,
-                client.labels,
-                client.patients,
                 self.training,
-                seed=seed,
-                stream=("training", client.name),
-                forward_flops=models.forward_flops(*self.architecture),
-                device=self.device,
-                precision=self.precision,
                 store=self.store,
                 checkpoint=f"stages/training/{key}.safetensors",
                 on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
@@ -270,30 +260,39 @@ class Context:
         total_epochs: int,
     ) -> dict[str, Tensor]:
         """A short visit of training from ``start`` (none: the shared initialisation); the last epoch's weights."""
-        from fedbicross import models
-        from fedbicross.engine.train import train
-
         model = self.new_model(seeds.torch_rng(self._training_seed, "init"))
         if start is not None:
             model.load_state_dict(dict(start))
-        trained = train(
+        last = self.training.model_copy(update={"select": "last"})
+        trained = self._train(
+            client,
             model,
-            self.task.model,
-            client.images,
-            client.labels,
-            client.patients,
-            self.training.model_copy(update={"select": "last"}),
-            seed=self._training_seed,
-            stream=("training", client.name),
-            forward_flops=models.forward_flops(*self.architecture),
-            device=self.device,
-            precision=self.precision,
+            last,
             epochs=epochs,
             first_epoch=first_epoch,
             total_epochs=total_epochs,
         )
         self.record.flops += trained.flops
         return trained.state
+
+    def _train(self, client: Client, model: torch.nn.Module, recipe: Training, **options: Any) -> Trained:
+        from fedbicross import models
+        from fedbicross.engine.train import train
+
+        return train(
+            model,
+            self.task.model,
+            client.images,
+            client.labels,
+            client.patients,
+            recipe,
+            seed=self._training_seed,
+            stream=("training", client.name),
+            forward_flops=models.forward_flops(*self.architecture),
+            device=self.device,
+            precision=self.precision,
+            **options,
+        )
 
     def local_model_key(self, client: Client) -> str:
         """Content address: the same data, recipe, architecture and seed give the same network."""

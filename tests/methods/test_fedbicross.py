@@ -18,7 +18,7 @@ from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import Client, Upload, simulate
 from fedbicross.methods import create
-from fedbicross.methods.fedbicross import split_rows
+from fedbicross.steps.crosscluster import split_rows
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["fedbicross"], "personalisation": False}

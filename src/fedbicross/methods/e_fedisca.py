@@ -15,8 +15,9 @@ from pydantic import Field
 from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.federation import Reply, Upload
 from fedbicross.methods.synthesis import (
+    GlobalStudentMethod,
     SynthesisConfig,
     Watch,
     image_shape,
@@ -54,7 +55,7 @@ class EFedISCAConfig(SynthesisConfig):
     mixing: bool = Field(True, description="false: stored images only (ablation a)")
 
 
-class EFedISCA(Method[EFedISCAConfig]):
+class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
 
     name = "e_fedisca"
@@ -86,21 +87,6 @@ class EFedISCA(Method[EFedISCAConfig]):
         "schedule": "cosine",
         "noise_images": 2000,
     }
-    personal = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics."""
-        return self.config.needs
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return self.config.leaves
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return self.config.upload(client, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""
@@ -205,10 +191,6 @@ class EFedISCA(Method[EFedISCAConfig]):
             rng = ctx.torch_rng("structured-noise", str(start), device=ctx.device)
             pieces.append(steps.noise.structured_noise(self.config.noise, (count, *image_shape(ctx)), rng))
         return torch.cat(pieces)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
 
 
 class Mixtures:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,9 +17,10 @@ from pydantic import Field, field_validator, model_validator
 from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.federation import Client, Predictor, Reply, Upload
 from fedbicross.methods.synthesis import (
     SynthesisConfig,
+    SynthesisMethod,
     Watch,
     image_shape,
     new_student,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from fedbicross.steps.clustering import Clustering
     from fedbicross.steps.student import Student
-    from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
+    from fedbicross.steps.trajectory import Teacher, Trajectory
 
 
 class FedBiCrossConfig(SynthesisConfig):
@@ -86,7 +86,7 @@ class FedBiCrossConfig(SynthesisConfig):
         return self
 
 
-class FedBiCross(Method[FedBiCrossConfig]):
+class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
     """A cluster model for each cluster, a personal model for each client."""
 
     name = "fedbicross"
@@ -135,15 +135,10 @@ class FedBiCross(Method[FedBiCrossConfig]):
     }
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics."""
-        return self.config.needs
-
-    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         extra = " It also sends principal directions of its images per class (pacfl)." if self._pacfl else ""
-        return self.config.leaves + extra
+        return super().leaves + extra
 
     @property
     def _pacfl(self) -> bool:
@@ -151,7 +146,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network; for PACFL's clustering also subspaces of the images, which the paper warns about."""
-        upload = self.config.upload(client, ctx)
+        upload = super().upload(client, ctx)
         if not self._pacfl:
             return upload
         import torch
@@ -260,9 +255,21 @@ class FedBiCross(Method[FedBiCrossConfig]):
             past = take_group(checkpoint[0], "weights")
             weights = past["now"].to(ctx.device)
             history = [(int(x), w) for x, w in zip(past["x"], past["history"], strict=True)]
-        rows, held = split_rows(config.batch, len(ctx.task.classes), config.validation_share)
+        rows, held = steps.crosscluster.split_rows(config.batch, len(ctx.task.classes), config.validation_share)
         train, validation = torch.tensor(rows, device=ctx.device), torch.tensor(held, device=ctx.device)
-        step = partial(self._step, students, weights, train, validation if learned else None)
+        stage = steps.crosscluster.CrossCluster(
+            students,
+            weights,
+            config.loss,
+            train,
+            validation if learned else None,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            lr_weights=config.lr_weights,
+            weight_step=config.weight_step,
+            unit_hypergradient=config.unit_hypergradient,
+            own_only=config.weights == "intra",
+        )
         update = ctx.progress.start(f"{self.name}: cluster models", total)
         for number in range(begin, config.trajectories):
             sources = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
@@ -270,7 +277,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
             for samples in zip(*sources, strict=True):
                 done = number * config.steps + samples[0].t
                 lr = config.lr * rate(config.schedule, (done - 1) / total)
-                losses = step(samples, lr)
+                losses = stage.step(samples, lr)
                 for k, watch in enumerate(watches):
                     watch.add(samples[k], distillation=losses[k])
                 if done % max(1, total // 100) == 0 or done == total:
@@ -303,43 +310,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
         ctx.record.flops += synthesis_flops(ctx, clients, config.batch, total, total, students=count * (count + 1))
         return students
 
-    def _step(
-        self,
-        students: Sequence[Student],
-        weights: Tensor,
-        train: Tensor,
-        validation: Tensor | None,
-        samples: Sequence[Sample],
-        lr: float,
-    ) -> list[Tensor]:
-        """Eqs. 7 and 8 for every cluster at one t; changes students and ``weights`` in place, returns the losses."""
-
-        def step(*tensors: Tensor) -> list[Tensor]:
-            *labelled, lam, rate = tensors
-            given = [
-                sample._replace(images=images, original=original, adapted=adapted, lam=lam)
-                for sample, images, original, adapted in zip(
-                    samples, labelled[::3], labelled[1::3], labelled[2::3], strict=True
-                )
-            ]
-            losses = []
-            for k, student in enumerate(students):
-                loss, hypergradient = self._inner_step(k, student, given, weights[k], rate, train, validation)
-                if hypergradient is not None:
-                    weights[k] = self._outer_step(weights[k], hypergradient)
-                losses.append(loss)
-            return losses
-
-        device = students[0].device
-        numbers = [engine.fast.scalar(samples[0].lam, device), engine.fast.scalar(lr, device)]
-        inputs = [value for sample in samples for value in (sample.images, sample.original, sample.adapted)]
-        if not students[0].fast:
-            return step(*inputs, *numbers)
-        state = [weights, *(value for student in students for value in student.in_place)]
-        recorded = students[0].captured.setdefault("stage 2", engine.fast.Captured(step, state))
-        losses: list[Tensor] = recorded(*inputs, *numbers)
-        return losses
-
     def _trajectory(
         self, k: int, number: int, teacher: Teacher, saved: list[dict[str, Tensor]] | None, ctx: Context
     ) -> Trajectory:
@@ -348,47 +318,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
             return trajectory.from_tensors(teacher, settings, saved[k])
         rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{number}", device=ctx.device)
         return trajectory.start(teacher, settings, image_shape(ctx), len(ctx.task.classes), rng)
-
-    def _inner_step(
-        self,
-        k: int,
-        student: Student,
-        samples: Sequence[Sample],
-        weights: Tensor,
-        lr: Tensor,
-        train: Tensor,
-        validation: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Eq. 7: one step of G_k on the weighted mixture; then, where w is learned, the gradient of Eq. 8."""
-        import torch
-
-        config = self.config
-        losses, gradients = [], []
-        for j, sample in enumerate(samples):
-            if config.weights == "intra" and j != k:
-                continue  # its weight is 0 and stays so
-            part = _rows(sample, train)
-            # Only the own cluster's batch moves G_k's running statistics: they describe the data it is meant for.
-            loss, gradient = student.gradient(part.images, partial(config.loss, sample=part), track=j == k)
-            losses.append(loss)
-            gradients.append(gradient)
-        own = weights if len(gradients) == len(weights) else weights[k : k + 1]
-        stacked = [torch.stack(parts) for parts in zip(*gradients, strict=True)]
-        step = steps.bilevel.weighted_gradient(own, stacked)
-        student.update(step, lr, config.momentum, config.weight_decay)
-        mixed = (own * torch.stack(losses)).sum()
-        if validation is None:
-            return mixed, None
-        part = _rows(samples[k], validation)
-        _, gradient = student.gradient(part.images, partial(config.loss, sample=part), track=False)
-        return mixed, steps.bilevel.hypergradient(gradient, stacked, 1.0)  # relative to η_G
-
-    def _outer_step(self, weights: Tensor, hypergradient: Tensor) -> Tensor:
-        """Eq. 8: a step of w_k on the simplex."""
-        if self.config.unit_hypergradient:
-            hypergradient = hypergradient - hypergradient.mean()  # what all share moves nothing on the simplex
-            hypergradient = hypergradient / hypergradient.abs().max().clamp_min(1e-12)
-        return steps.bilevel.weight_step(weights, hypergradient, self.config.lr_weights, self.config.weight_step)
 
     # --- stage 3, at the client ------------------------------------------------------------------------
 
@@ -430,27 +359,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
                 f"{client.label}: the personal model is worse than training alone on its own validation images; "
                 "raise delta or epochs_personal, or lower temperature_personal"
             )
-
-
-def split_rows(batch: int, classes: int, share: float) -> tuple[list[int], list[int]]:
-    """The fixed split I_train, I_val of a batch whose labels run 0..C-1 again and again: ``share`` of each class.
-
-    Row i is the (i // C)-th of its class; it is held out whenever the running total of ``share`` passes a whole number.
-    """
-    if share == 0:
-        return list(range(batch)), []
-    held = [i for i in range(batch) if int((i // classes + 1) * share + 1e-9) > int((i // classes) * share + 1e-9)]
-    held = held or list(range(batch - min(classes, batch // 2), batch))  # a batch too small to spare one of each class
-    chosen = set(held)
-    return [i for i in range(batch) if i not in chosen], held
-
-
-def _rows(sample: Sample, rows: Tensor) -> Sample:
-    return sample._replace(
-        images=sample.images.index_select(0, rows),
-        original=sample.original.index_select(0, rows),
-        adapted=sample.adapted.index_select(0, rows),
-    )
 
 
 def _of_cluster(everyone: Teacher, members: Sequence[int]) -> Teacher:

@@ -15,8 +15,9 @@ from pydantic import Field
 from fedbicross import steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.federation import Reply, Upload
 from fedbicross.methods.synthesis import (
+    GlobalStudentMethod,
     SynthesisConfig,
     Watch,
     image_shape,
@@ -46,7 +47,7 @@ class FedISCAConfig(SynthesisConfig):
     intermediate: bool = Field(True, description="false: train on finished images only (ablation w/o N, DeepInversion)")
 
 
-class FedISCA(Method[FedISCAConfig]):
+class FedISCA(GlobalStudentMethod[FedISCAConfig]):
     """One global student for everyone."""
 
     name = "fedisca"
@@ -69,21 +70,6 @@ class FedISCA(Method[FedISCAConfig]):
         "class_weighted": "ours: clients weighted per class by their class counts",
     }
     quick = {"steps": 100, "batch": 32, "epochs": 6, "lr_synthesis": 0.1, "lr": 0.1, "schedule": "cosine"}
-    personal = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics."""
-        return self.config.needs
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return self.config.leaves
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return self.config.upload(client, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
@@ -149,7 +135,3 @@ class FedISCA(Method[FedISCAConfig]):
         order = ctx.rng("finished", f"epoch-{epoch}")
         draw = lambda size: [int(i) for i in order.integers(0, size, config.steps)]  # noqa: E731
         return steps.sources.FinishedOnly(trajectory, pool, draw, drawn)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))

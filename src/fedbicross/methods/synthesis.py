@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from fedbicross import engine, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, MethodConfig, Upload, file_name
+from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload, file_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,24 +64,6 @@ class SynthesisConfig(MethodConfig):
             ce=self.ce,
         )
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """What every upload must hold."""
-        return frozenset({"weights", "bn_stats", *(["class_counts"] if self.teacher == "class_weighted" else [])})
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital, in words."""
-        counts = " and the number of training images per class" if self.teacher == "class_weighted" else ""
-        return (
-            f"The trained network with its batch-normalisation statistics{counts}; the server inverts it into images."
-        )
-
-    def upload(self, client: Client, ctx: Context) -> Upload:
-        """What leaves the hospital: the network, and class counts only where the teacher needs them."""
-        counts = client.class_counts(len(ctx.task.classes)) if self.teacher == "class_weighted" else None
-        return Upload(client.name, ctx.task, ctx.local_model(client).state, class_counts=counts)
-
     def load_teacher(self, method: str, uploads: Sequence[Upload], ctx: Context) -> Teacher:
         """All clients as one frozen teacher; damaged uploads are refused here."""
         import torch
@@ -126,6 +108,45 @@ class SynthesisConfig(MethodConfig):
     def loss(self, logits: Tensor, sample: Sample) -> Tensor:
         """λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""
         return steps.distill.mixed_kd_loss(logits, sample.original, sample.adapted, sample.lam, self.temperature)
+
+
+SynthesisT = TypeVar("SynthesisT", bound=SynthesisConfig)
+
+
+class SynthesisMethod(Method[SynthesisT]):
+    """A method whose server inverts the uploaded networks."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return frozenset({"weights", "bn_stats", *(["class_counts"] if self._weighted else [])})
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital, in words."""
+        counts = " and the number of training images per class" if self._weighted else ""
+        return (
+            f"The trained network with its batch-normalisation statistics{counts}; the server inverts it into images."
+        )
+
+    @property
+    def _weighted(self) -> bool:
+        return self.config.teacher == "class_weighted"
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """What leaves the hospital: the network, and class counts only where the teacher needs them."""
+        counts = client.class_counts(len(ctx.task.classes)) if self._weighted else None
+        return Upload(client.name, ctx.task, ctx.local_model(client).state, class_counts=counts)
+
+
+class GlobalStudentMethod(SynthesisMethod[SynthesisT]):
+    """Such a method that ends with one student for everyone."""
+
+    personal = False
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
 
 
 def rate(schedule: str, progress: float) -> float:

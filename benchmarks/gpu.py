@@ -18,10 +18,10 @@ import torch
 
 from fedbicross import models
 from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.student import Student
 from fedbicross.methods.synthesis import SynthesisConfig
 from fedbicross.runs.environment import versions
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
-from fedbicross.steps.student import Student
 from fedbicross.steps.trajectory import Sample, Teacher
 
 BATCH, CLASSES, SHAPE = 256, 8, (3, 28, 28)

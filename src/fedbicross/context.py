@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -225,30 +225,45 @@ class Context:
         from fedbicross.engine.train import Trained
 
         key = self.local_model_key(client)
-        name = f"client_models/{key}.safetensors"
         if key not in self.record.local_models:
             self.record.local_models.append(key)
         began = time.perf_counter()
-        data = self.store.load(name)
-        if data is None:
-            stream = ("init",) if self.training.init == "shared" else ("init", client.name)
-            model = self.new_model(seeds.torch_rng(self._training_seed, *stream))
-            update = self.progress.start(f"training {client.label}", self.training.epochs)
-            trained = self._train(
-                client,
-                model,
-                self.training,
-                store=self.store,
-                checkpoint=f"stages/training/{key}.safetensors",
-                on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
-            )
-            data = trained.pack()
-            self.store.save(name, data)
-            self.event(event="trained", key=key, client=client.name, seconds=time.perf_counter() - began)
-        result = Trained.unpack(data)
+        self.train_local_models([client])
+        result = Trained.unpack(self.store.load(_model_file(key)) or b"")
         self.training_seconds += time.perf_counter() - began
         self.record.flops += result.flops
         return result
+
+    def train_local_models(self, clients: Sequence[Client]) -> None:
+        """Train those of the clients' own networks that are not there yet, on a GPU side by side."""
+        from fedbicross.engine.train import side_by_side
+
+        keys = {self.local_model_key(client): client for client in clients}
+        missing = {key: client for key, client in keys.items() if not self.store.size(_model_file(key))}
+        if not missing:
+            return
+        began = time.perf_counter()
+        jobs = [self._local_training(key, client) for key, client in missing.items()]
+        side_by_side(jobs, self.device if self.fast else "cpu")
+        seconds = (time.perf_counter() - began) / len(jobs)  # a fair share: they ran together
+        for key, client in missing.items():
+            self.event(event="trained", key=key, client=client.name, seconds=seconds)
+
+    def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
+        """One client's training, which begins at the first ``next`` and keeps its result."""
+        stream = ("init",) if self.training.init == "shared" else ("init", client.name)
+        model = self.new_model(seeds.torch_rng(self._training_seed, *stream))
+        update = self.progress.start(f"training {client.label}", self.training.epochs)
+        trained = yield from self._train(
+            client,
+            model,
+            self.training,
+            store=self.store,
+            checkpoint=f"stages/training/{key}.safetensors",
+            on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
+        )
+        self.store.save(_model_file(key), trained.pack())
+        return trained
 
     def train_further(
         self,
@@ -264,22 +279,20 @@ class Context:
         if start is not None:
             model.load_state_dict(dict(start))
         last = self.training.model_copy(update={"select": "last"})
-        trained = self._train(
-            client,
-            model,
-            last,
-            epochs=epochs,
-            first_epoch=first_epoch,
-            total_epochs=total_epochs,
-        )
+        from fedbicross.engine.train import side_by_side
+
+        job = self._train(client, model, last, epochs=epochs, first_epoch=first_epoch, total_epochs=total_epochs)
+        (trained,) = side_by_side([job])
         self.record.flops += trained.flops
         return trained.state
 
-    def _train(self, client: Client, model: torch.nn.Module, recipe: Training, **options: Any) -> Trained:
+    def _train(
+        self, client: Client, model: torch.nn.Module, recipe: Training, **options: Any
+    ) -> Generator[None, None, Trained]:
         from fedbicross import models
-        from fedbicross.engine.train import train
+        from fedbicross.engine.train import training
 
-        return train(
+        return training(
             model,
             self.task.model,
             client.images,
@@ -291,6 +304,7 @@ class Context:
             forward_flops=models.forward_flops(*self.architecture),
             device=self.device,
             precision=self.precision,
+            fast=self.fast,
             **options,
         )
 
@@ -322,6 +336,10 @@ class Context:
     @property
     def _training_seed(self) -> int:
         return self.seed if self.training.seed is None else self.training.seed
+
+
+def _model_file(key: str) -> str:
+    return f"client_models/{key}.safetensors"
 
 
 def _epoch_note(entry: Mapping[str, Any]) -> str:

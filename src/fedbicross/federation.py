@@ -199,6 +199,11 @@ class Method(ABC, Generic[ConfigT]):
         return frozenset()
 
     @property
+    def uses_local_models(self) -> bool:
+        """Whether upload() or personalize() asks for the client's own network, which can then be trained ahead."""
+        return "weights" in self.needs
+
+    @property
     def rounds(self) -> int:
         """How often the three verbs go round; 1 is one-shot."""
         return 1
@@ -244,6 +249,8 @@ def simulate(method: Method[Any], clients: Sequence[Client], ctx: Context) -> di
     clients = in_order(clients)
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
+    if ctx.fast and method.uses_local_models:
+        ctx.train_local_models(clients)
     done, replies = _newest_round(method, clients, ctx)
     _drop_round(ctx, done - 1)  # a kill may have come between the two
     for number in range(done + 1, method.rounds + 1):

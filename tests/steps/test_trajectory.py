@@ -98,7 +98,7 @@ def test_without_adaptation_the_original_teacher_speaks_alone():
     ("adaptation", "lam", "asked"),
     [
         ("batch", 1.0, ["batch"]),
-        ("batch", 0.5, ["batch", "stored"]),
+        ("batch", 0.5, ["stored", "batch"]),
         ("batch", 0.0, ["stored"]),
         ("none", 1.0, ["stored"]),
     ],

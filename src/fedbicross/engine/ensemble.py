@@ -1,8 +1,8 @@
 """N frozen client models behind one interface: logits, BN matching, batch-statistics and adapted teachers.
 
-This is the plain reference path. Every `nn.BatchNorm2d` of a private copy of each model is replaced by a layer that can
-normalise with the stored, the current batch's, or given statistics, and can report what it saw; no forward hooks, so a
-compiled or graph-captured path can later sit behind the same interface.
+Every `nn.BatchNorm2d` of a private copy of each model is replaced by a layer that can normalise with the stored, the
+current batch's, or given statistics, and can report what it saw. The plain path is the reference; the fast one runs
+one compiled function per architecture with each client's weights, clients side by side, in bf16 kept as such.
 
 Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
 `Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedbicross.engine import fast as fast_path
 from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
 
@@ -39,6 +41,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.mode: _Mode = "stored"
+        self.fast = False
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.given: LayerStatistics = {}
 
@@ -58,6 +61,8 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         current = self.current
+        if current.fast:
+            return self._fast(x)
         if current.mode == "batch":
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         mean, var = self.running_mean, self.running_var
@@ -69,6 +74,27 @@ class _Norm(nn.Module):
         elif current.mode == "given":
             mean, var = current.given[self.name]
         return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+
+    def _fast(self, x: Tensor) -> Tensor:
+        """The same in float32 arithmetic that a compiler can fuse, with statistics in one pass over x.
+
+        The variance is the mean square about the stored mean, less the square of the mean's distance from it: one pass
+        suffices, and no digits are lost, because the stored mean is close to the batch's.
+        """
+        current, wide = self.current, x if x.dtype == torch.float64 else x.float()
+        mean, var = self.running_mean, self.running_var
+        if current.mode != "stored":
+            away = wide - mean.view(1, -1, 1, 1)
+            distance = away.mean((0, 2, 3))
+            seen = away.square().mean((0, 2, 3)) - distance.square()
+            if current.mode == "match":
+                current.seen.append((self.name, distance + mean, seen))
+            else:
+                mean, var = distance + mean, seen.clamp_min(0)
+        scale = torch.rsqrt(var + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return (wide * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)).to(x.dtype)
 
 
 class Ensemble:
@@ -83,10 +109,12 @@ class Ensemble:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         self.precision, self.fast = precision, fast
         self._clients = [_private_copy(model) for model in models]
-        self._functions: dict[
-            tuple[object, ...], Callable[..., Any]
-        ] = {}  # compiled passes, one per architecture and mode
-        self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
+        # Compiled passes, one per architecture and mode; recorded steps that belong to this ensemble.
+        self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self.captured: dict[str, Any] = {}
+        if fast and precision == "bf16":  # as autocast would at each step
+            for model, _ in self._clients:
+                _keep_in_bf16(model)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -113,7 +141,7 @@ class Ensemble:
     def logits(self, x: Tensor) -> Tensor:
         """[N,B,C] with the stored BN statistics (the original teachers)."""
         if self.fast:
-            return self._stack(self._fast("stored"), x)
+            return self._fast(x, "stored")[0][0]
         return self._stack(lambda model, _, x: model(x), x)
 
     def batch_logits(self, x: Tensor) -> Tensor:
@@ -121,7 +149,14 @@ class Ensemble:
 
         So does the noise-adapted teacher of the authors' released code (a copy left in train mode).
         """
-        return self._stack(self._fast("batch") if self.fast else _in_mode("batch"), x)
+        return self._fast(x, "batch")[0][0] if self.fast else self._stack(_in_mode("batch"), x)
+
+    def both_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`logits` and `batch_logits`; the fast path runs all of them side by side."""
+        if not self.fast:
+            return self.logits(x), self.batch_logits(x)
+        (stored, batch), _ = self._fast(x, "stored", "batch")
+        return stored, batch
 
     def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
         """[N,B,C], each BN layer normalising with the given statistics (the noise-adapted teachers of Eq. 3)."""
@@ -140,9 +175,10 @@ class Ensemble:
         μ(x) and σ²(x) (biased) are those of each layer's input while the network normalises with its stored statistics.
         A client without BN has the term 0.
         """
-        losses: list[Tensor] = []
         if self.fast:
-            return self._stack(self._fast("match", losses), x), torch.stack(losses)
+            (logits,), terms = self._fast(x, "match")
+            return logits, terms
+        losses: list[Tensor] = []
 
         def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
             with _forward(current, "match"):
@@ -181,32 +217,38 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, mode: _Mode, losses: list[Tensor] | None = None) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:
-        """A pass by one compiled function per architecture, called with each client's weights."""
-        from fedbicross.engine.fast import compiled
+    def _fast(self, x: Tensor, *modes: _Mode) -> tuple[list[Tensor], Tensor]:
+        """[N,B,C] in each mode, and the BN terms [N] of the last: a compiled function per architecture and mode."""
+        x = x.to(torch.bfloat16) if self.precision == "bf16" else x
+        x = x.contiguous(memory_format=torch.channels_last)
 
-        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+        def run(mode: _Mode, model: nn.Module, current: _Pass) -> tuple[Tensor, Tensor]:
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             key = (mode, *((name, tuple(value.shape)) for name, value in state.items()))
             if key not in self._functions:
-                self._functions[key] = compiled(_pass_function(model, current, mode))
-            output, loss = self._functions[key](state, x)
-            if losses is not None:
-                losses.append(loss)
-            result: Tensor = output
-            return result
+                self._functions[key] = fast_path.compiled(_pass_function(model, current, mode))
+            logits, loss = self._functions[key](state, x)
+            return logits, loss
 
-        return run
+        jobs = [partial(run, mode, *client) for mode in modes for client in self._clients]
+        results = fast_path.side_by_side(jobs, x.device.type)
+        count = len(self._clients)
+        logits = [_stacked([logits for logits, _ in results[i : i + count]]) for i in range(0, len(results), count)]
+        return logits, torch.stack([loss for _, loss in results[-count:]])
 
     def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
         with autocast(x.device.type, self.precision):
             outputs = [run(model, current, x) for model, current in self._clients]
-        classes = {output.shape[-1] for output in outputs}
-        if len(classes) > 1:
-            raise MethodError("class_mismatch", f"client models have different numbers of classes: {sorted(classes)}")
-        stacked = torch.stack(outputs)
-        return stacked.float() if stacked.dtype == torch.bfloat16 else stacked  # losses need more bits than bf16 has
+        return _stacked(outputs)
+
+
+def _stacked(outputs: Sequence[Tensor]) -> Tensor:
+    classes = {output.shape[-1] for output in outputs}
+    if len(classes) > 1:
+        raise MethodError("class_mismatch", f"client models have different numbers of classes: {sorted(classes)}")
+    stacked = torch.stack(list(outputs))
+    return stacked.float() if stacked.dtype == torch.bfloat16 else stacked  # losses need more bits than bf16 has
 
 
 def statistics_to_tensors(statistics: Statistics) -> dict[str, Tensor]:
@@ -260,15 +302,15 @@ def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable
     """One forward pass as a function of a client's weights, for compilation."""
 
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        current.mode, current.seen = mode, []
+        current.mode, current.seen, current.fast = mode, [], True
         output = functional_call(template, state, (x,))
         terms = [
             torch.linalg.vector_norm(mean - state[f"{name}.running_mean"])
             + torch.linalg.vector_norm(var - state[f"{name}.running_var"])
             for name, mean, var in current.seen
         ]
-        current.mode, current.seen = "stored", []
-        return output, torch.stack(terms).sum() if terms else output.new_zeros(())
+        current.mode, current.seen, current.fast = "stored", [], False
+        return output, torch.stack(terms).sum() if terms else output.new_zeros((), dtype=torch.float32)
 
     return run
 
@@ -293,6 +335,13 @@ def _private_copy(model: nn.Module) -> tuple[nn.Module, _Pass]:
             norm = replaced.setdefault(module, _Norm(module, name, current))
             setattr(private.get_submodule(parent), attribute, norm)
     return private, current
+
+
+def _keep_in_bf16(model: nn.Module) -> None:
+    """Weights of convolutions and linear layers in bf16; batch normalisation and its statistics stay as they are."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.to(torch.bfloat16)
 
 
 def _norms(model: nn.Module) -> dict[str, _Norm]:

@@ -1,24 +1,32 @@
-"""The fast path on a GPU: compiled network passes, and whole steps recorded as CUDA graphs.
+"""The fast path on a GPU: compiled network passes, whole steps recorded as CUDA graphs, and work done side by side.
 
 A step of synthesis over five clients is thousands of small kernels; launching them one by one takes longer than the
-arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch. The plain path gives
-the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is off.
+arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch, ``side_by_side`` lets
+clients share the GPU, and ``Ahead`` makes the next batch while a student learns from the last one. The plain path
+gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is off. On a
+CPU all four do the plain thing, so that tests can walk the same code without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 WARM_UPS = 3  # torch asks for a few runs before a capture; compilation happens in the first
+STREAMS = 8  # beyond so many, kernels wait for each other anyway
+
+_streams: dict[int, list[torch.cuda.Stream]] = {}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` for fixed shapes."""
-    return torch.compile(function, dynamic=False)
+    """``torch.compile`` for fixed shapes; nothing without a GPU, where no C++ compiler is promised."""
+    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
 
 
 class Captured:
@@ -36,6 +44,8 @@ class Captured:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Replay on these inputs."""
+        if not inputs[0].is_cuda:
+            return list(self.function(*inputs))
         if self.graph is None:
             self._record(inputs)
         assert self.graph is not None
@@ -60,6 +70,83 @@ class Captured:
             for value, old in zip(self.state, kept, strict=True):
                 value.copy_(old)
         self.graph = graph
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
+    """The results of independent jobs, on a GPU each on a stream of its own; autograd keeps to the same streams."""
+    if device != "cuda" or len(jobs) < 2:
+        return [job() for job in jobs]
+    index = torch.cuda.current_device()
+    if index not in _streams:
+        _streams[index] = [torch.cuda.Stream() for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
+    main, results = torch.cuda.current_stream(), []
+    streams = _streams[index][: len(jobs)]
+    for stream in streams:
+        stream.wait_stream(main)
+    for number, job in enumerate(jobs):
+        with torch.cuda.stream(streams[number % len(streams)]):
+            results.append(job())
+    for stream in streams:
+        main.wait_stream(stream)
+    return results
+
+
+class Source(Protocol[T_co]):
+    """Something to iterate over once, whose place can be kept in a checkpoint."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Where it stands, after the item handed out last."""
+        ...
+
+
+class Ahead(Generic[T]):
+    """A source whose next item is made on a stream of its own while the last one is still being used.
+
+    What it makes may not depend on what the user does with it: images and soft labels do not depend on the student.
+    ``tensors`` is the place of the item handed out last, not of the one already in the making.
+    """
+
+    def __init__(self, source: Source[T]) -> None:
+        self.source, self._items = source, iter(source)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._place: Mapping[str, Tensor] = source.tensors()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The place of the item handed out last."""
+        return self._place
+
+    def __iter__(self) -> Iterator[T]:
+        coming = self._make()
+        while coming is not None:
+            item, place, made = coming
+            coming = self._make()
+            main = torch.cuda.current_stream()
+            main.wait_event(made)
+            for tensor in _tensors_in(item):
+                tensor.record_stream(main)
+            self._place = place
+            yield item
+
+    def _make(self) -> tuple[T, Mapping[str, Tensor], torch.cuda.Event] | None:
+        # Waiting for what the user has asked for so far keeps this exactly one item ahead.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for item in self._items:
+                return item, self.source.tensors(), self._stream.record_event()
+        return None
+
+
+def ahead(source: Source[T], fast: bool) -> Source[T]:
+    """``Ahead`` on a GPU with the fast path, the source itself elsewhere."""
+    return Ahead(source) if fast and torch.cuda.is_available() else source
+
+
+def _tensors_in(item: Any) -> Iterable[Tensor]:
+    if isinstance(item, Tensor):
+        return [item] if item.is_cuda else []
+    return [t for part in item for t in _tensors_in(part)] if isinstance(item, tuple) else []
 
 
 def scalar(value: float | Tensor, device: str) -> Tensor:

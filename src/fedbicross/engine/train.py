@@ -1,9 +1,9 @@
-"""Local training of one network on one site's images, resumable at every epoch."""
+"""Local training of one network on one site's images, resumable at every epoch; several side by side on a GPU."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbicross.bundle import pack, unpack
-from fedbicross.engine.device import autocast, normalise, to_device
+from fedbicross.engine.device import normalise, to_device
+from fedbicross.engine.fast import STREAMS, Captured, scalar
+from fedbicross.engine.student import Student
 from fedbicross.seeds import numpy_rng
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from fedbicross.engine.recipe import Training
 
 SECONDS_BETWEEN_CHECKPOINTS = 20.0
+WORTH_COMPILING = 1000  # steps; compilation takes about as long as so many steps save
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,55 @@ def epoch_batches(count: int, batch_size: int, rng: np.random.Generator) -> list
     return batches
 
 
-def turn_and_mirror(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Each image of the batch by one of the eight symmetries of the square."""
-    kinds = rng.integers(0, 8, len(images))
-    out = images.clone()
-    for kind in range(1, 8):
-        rows = torch.from_numpy(np.flatnonzero(kinds == kind)).to(images.device)
-        part = torch.rot90(images[rows], kind % 4, dims=(2, 3))
-        out[rows] = part.flip(3) if kind >= 4 else part
-    return out
+def turn_and_mirror(images: Tensor, kinds: Tensor) -> Tensor:
+    """Each image of the batch by one of the eight symmetries of the square: ``kinds`` in 0..7, 0 leaves it alone."""
+    turned = [torch.rot90(images, turns, dims=(2, 3)) for turns in range(4)]
+    all_eight = torch.stack([*turned, *(image.flip(3) for image in turned)])
+    return all_eight[kinds, torch.arange(len(images), device=images.device)]
 
 
 def train(
+    model: nn.Module,
+    architecture: str,
+    images: np.ndarray,
+    labels: np.ndarray,
+    patients: np.ndarray | None,
+    recipe: Training,
+    **options: Any,
+) -> Trained:
+    """Train ``model`` in place by ``recipe`` and return the chosen epoch's weights; options as in ``training``."""
+    return side_by_side([training(model, architecture, images, labels, patients, recipe, **options)])[0]
+
+
+def side_by_side(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
+    """Several ``training``s at once: a small network alone leaves most of a GPU idle. On a CPU one after another."""
+    results: dict[int, Trained] = {}
+    if device != "cuda":
+        for number, job in enumerate(jobs):
+            while number not in results:
+                _advance(job, number, results)
+        return [results[number] for number in range(len(jobs))]
+    streams = [torch.cuda.Stream() for _ in range(min(STREAMS, len(jobs)))]  # type: ignore[no-untyped-call]
+    waiting, running = list(enumerate(jobs)), list[tuple[int, Generator[None, None, Trained], int]]()
+    while waiting or running:
+        while waiting and len(running) < len(streams):
+            free = next(i for i in range(len(streams)) if i not in [stream for _, _, stream in running])
+            running.append((*waiting.pop(0), free))
+        for number, job, stream in running:
+            with torch.cuda.stream(streams[stream]):
+                _advance(job, number, results)
+        running = [entry for entry in running if entry[0] not in results]
+    return [results[number] for number in range(len(jobs))]
+
+
+def _advance(job: Generator[None, None, Trained], number: int, results: dict[int, Trained]) -> None:
+    try:
+        next(job)
+    except StopIteration as end:
+        results[number] = end.value
+
+
+def training(
     model: nn.Module,
     architecture: str,
     images: np.ndarray,
@@ -115,14 +155,15 @@ def train(
     forward_flops: int = 0,
     device: str = "cpu",
     precision: str = "fp32",
+    fast: bool = False,
     epochs: int | None = None,
     first_epoch: int = 0,
     total_epochs: int | None = None,
     store: Store | None = None,
     checkpoint: str = "",
     on_epoch: Callable[[int, dict[str, Any]], None] | None = None,
-) -> Trained:
-    """Train ``model`` in place by ``recipe`` and return the chosen epoch's weights.
+) -> Generator[None, None, Trained]:
+    """The training of ``train``, handing over whenever a GPU has an epoch's work and nothing needs to be read back.
 
     Epoch e draws its batches from the stream ``(*stream, "epoch-e")``, so that a killed run continues to the
     same bytes without saving any random state. ``first_epoch`` and ``total_epochs`` place a short visit (one
@@ -136,95 +177,96 @@ def train(
     x, y = to_device(images[train_rows], device), torch.from_numpy(labels[train_rows]).to(device)
     x_val, y_val = to_device(images[val_rows], device), torch.from_numpy(labels[val_rows]).to(device)
 
-    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimiser = torch.optim.SGD(
-        model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
-    )
+    worth = last * len(train_rows) // recipe.batch_size >= WORTH_COMPILING
+    network = Student(model, device, precision, fast and worth)
+    work = _Work(network, x, y, recipe, fast)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)
-    best_state = _snapshot(model)
+    best_state = network.copies()
     start = 0
     saved = store.load(checkpoint) if store and checkpoint else None
     if saved is not None:
-        start, history, best_epoch, best_score, best_state = _resume(saved, model, optimiser)
+        start, history, best_epoch, best_score, best_state = _resume(saved, network)
     last_save = time.monotonic()
 
     for epoch in range(start, last):
         rng = numpy_rng(seed, *stream, f"epoch-{first_epoch + epoch}")
         rate = recipe.rate(first_epoch + epoch, total)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        loss = _one_epoch(model, optimiser, x, y, recipe, rng, device, precision)
+        summed = work.epoch(rng, rate)
+        seen = work.validate(x_val, y_val) if len(val_rows) else []
+        yield
+        loss = float(summed) / max(len(y), 1)
         entry: dict[str, Any] = {"epoch": first_epoch + epoch + 1, "lr": rate, "train_loss": loss, "val_accuracy": None}
-        if len(val_rows):
-            accuracy, val_loss = _validate(model, x_val, y_val, device, precision)
-            entry |= {"val_accuracy": accuracy, "val_loss": val_loss}
+        if seen:
+            entry |= {"val_accuracy": float(seen[0]), "val_loss": float(seen[1])}
         history.append(entry)
         if recipe.select == "best" and len(val_rows):
             # Accuracy decides; among equals the lower loss, so that an easy client does not keep its first epoch.
             if (entry["val_accuracy"], -entry["val_loss"]) > best_score:
                 best_score = (entry["val_accuracy"], -entry["val_loss"])
-                best_epoch, best_state = entry["epoch"], _snapshot(model)
+                best_epoch, best_state = entry["epoch"], network.copies()
         else:
             best_epoch = entry["epoch"]
         if on_epoch:
             on_epoch(epoch + 1, entry)
         if store and checkpoint and epoch + 1 < last and time.monotonic() - last_save > SECONDS_BETWEEN_CHECKPOINTS:
-            store.save(
-                checkpoint, _checkpoint(epoch + 1, history, best_epoch, best_score, best_state, model, optimiser)
-            )
+            store.save(checkpoint, _checkpoint(epoch + 1, history, best_epoch, best_score, best_state, network))
             last_save = time.monotonic()
 
     if recipe.select == "last" or not len(val_rows):
-        best_state = _snapshot(model)
+        best_state = network.copies()
     if store and checkpoint:
         store.drop(checkpoint)
     flops = forward_flops * last * (3 * len(train_rows) + len(val_rows))  # backward costs twice the forward
-    return Trained(architecture, best_state, history, best_epoch, len(train_rows), len(val_rows), flops)
+    best = {name: value.cpu().contiguous() for name, value in best_state.items()}
+    return Trained(architecture, best, history, best_epoch, len(train_rows), len(val_rows), flops)
 
 
-def _one_epoch(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    x: Tensor,
-    y: Tensor,
-    recipe: Training,
-    rng: np.random.Generator,
-    device: str,
-    precision: str,
-) -> float:
-    model.train()
-    total = torch.zeros((), device=device)
-    for rows in epoch_batches(len(y), recipe.batch_size, rng):
-        index = torch.from_numpy(rows).to(device)
-        inputs = normalise(x[index])
-        if recipe.augment:
-            inputs = turn_and_mirror(inputs, rng)
-        with autocast(device, precision):
-            logits = model(inputs.contiguous(memory_format=torch.channels_last))
-        loss = F.cross_entropy(logits.float(), y[index])
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        total += loss.detach() * len(rows)
-    return float(total) / max(len(y), 1)
+class _Work:
+    """Steps and validation of one network on one site's images; on the fast path as recorded graphs."""
 
+    def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training, fast: bool) -> None:
+        self.network, self.x, self.y, self.recipe, self.fast = network, x, y, recipe, fast
+        self.recorded: dict[int, Captured] = {}  # by batch size: the last batch of an epoch is smaller
+        self.validation: Captured | None = None
 
-@torch.no_grad()
-def _validate(model: nn.Module, x: Tensor, y: Tensor, device: str, precision: str) -> tuple[float, float]:
-    model.eval()
-    parts = []
-    for start in range(0, len(y), 500):
-        with autocast(device, precision):
-            inputs = normalise(x[start : start + 500]).contiguous(memory_format=torch.channels_last)
-            parts.append(model(inputs).float())
-    logits = torch.cat(parts)
-    accuracy = (logits.argmax(1) == y).float().mean()
-    return float(accuracy), float(F.cross_entropy(logits, y))
+    def epoch(self, rng: np.random.Generator, rate: float) -> Tensor:
+        """One pass over the images; the sum of their losses, still on the device."""
+        device = self.network.device
+        summed, lr = torch.zeros((), device=device), scalar(rate, device)
+        for rows in epoch_batches(len(self.y), self.recipe.batch_size, rng):
+            kinds = rng.integers(0, 8, len(rows)) if self.recipe.augment else np.zeros(len(rows), np.int64)
+            inputs = (torch.from_numpy(rows).to(device), torch.from_numpy(kinds).to(device), lr)
+            if self.fast:
+                step = self.recorded.setdefault(len(rows), Captured(self._step, self.network.in_place))
+                summed += step(*inputs)[0]
+            else:
+                summed += self._step(*inputs)[0]
+        return summed
 
+    def _step(self, rows: Tensor, kinds: Tensor, lr: Tensor) -> list[Tensor]:
+        inputs, labels = normalise(self.x[rows]), self.y[rows]
+        if self.recipe.augment:
+            inputs = turn_and_mirror(inputs, kinds)
+        full = len(rows) == self.recipe.batch_size  # other sizes are too rare to be compiled
+        loss, gradients = self.network.gradient(
+            inputs, lambda logits: F.cross_entropy(logits, labels), use_compiled=full
+        )
+        self.network.update(gradients, lr, self.recipe.momentum, self.recipe.weight_decay)
+        return [loss * len(rows)]
 
-def _snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
+    def validate(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Accuracy and loss."""
+        if not self.fast:
+            return self._validate(x, y)
+        self.validation = self.validation or Captured(self._validate)
+        return self.validation(x, y)
+
+    @torch.no_grad()
+    def _validate(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        parts = [normalise(x[start : start + 500]) for start in range(0, len(y), 500)]
+        logits = torch.cat([self.network.eval_logits(part) for part in parts])
+        return [(logits.argmax(1) == y).float().mean(), F.cross_entropy(logits, y)]
 
 
 def _checkpoint(
@@ -233,30 +275,19 @@ def _checkpoint(
     best_epoch: int,
     best_score: tuple[float, float],
     best_state: dict[str, Tensor],
-    model: nn.Module,
-    optimiser: torch.optim.SGD,
+    network: Student,
 ) -> bytes:
     tensors = {f"best.{name}": value for name, value in best_state.items()}
-    tensors |= {f"now.{name}": value for name, value in _snapshot(model).items()}
-    for index, parameter in enumerate(model.parameters()):
-        momentum = optimiser.state[parameter].get("momentum_buffer")
-        if momentum is not None:
-            tensors[f"momentum.{index}"] = momentum
+    tensors |= {f"now.{name}": value for name, value in network.tensors().items()}
     info = {"epoch": epoch, "history": history, "best_epoch": best_epoch, "best_score": list(best_score)}
     return pack("training_checkpoint", tensors, info)
 
 
 def _resume(
-    saved: bytes, model: nn.Module, optimiser: torch.optim.SGD
+    saved: bytes, network: Student
 ) -> tuple[int, list[dict[str, Any]], int, tuple[float, float], dict[str, Tensor]]:
     tensors, info = unpack(saved, "training_checkpoint")
-    state = model.state_dict()
-    model.load_state_dict({name: tensors[f"now.{name}"] for name in state})
-    best = {name: tensors[f"best.{name}"] for name in state}
-    for index, parameter in enumerate(model.parameters()):
-        momentum = tensors.get(f"momentum.{index}")
-        if momentum is not None:
-            # The optimiser keeps the parameter's memory layout; so must what it resumes from, to the bit.
-            optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+    network.load({name.removeprefix("now."): value for name, value in tensors.items() if name.startswith("now.")})
+    best = {name.removeprefix("best."): value for name, value in tensors.items() if name.startswith("best.")}
     accuracy, loss = info["best_score"]
     return info["epoch"], info["history"], info["best_epoch"], (accuracy, loss), best

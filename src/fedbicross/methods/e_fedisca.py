@@ -7,7 +7,8 @@ batches with structured noise at falling noise levels (Eq. 9) and distil from or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from fedbicross.engine.ensemble import Statistics
     from fedbicross.steps.noise import Memory
-    from fedbicross.steps.trajectory import Teacher
+    from fedbicross.steps.trajectory import Sample, Teacher
 
 
 class EFedISCAConfig(SynthesisConfig):
@@ -114,10 +115,7 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
                 last = steps.adaptation.window(config.momentum_adaptation)
                 rising = (mixtures.at(s, s / config.steps_distil, "adaptation") for s in mixtures.steps[-last:])
                 statistics = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, statistics)
-            for s in mixtures.steps[done:]:
-                images = mixtures.at(s, 1 - s / config.steps_distil, "distillation")
-                original, adapted, lam = teacher.speak(images, 1 - s / config.steps_distil, statistics)
-                sample = steps.trajectory.Sample(s, images, original, adapted, lam, None)
+            for sample in engine.fast.ahead(Lessons(mixtures, teacher, statistics, done), ctx.fast):
                 loss = config.learn(student, sample, config.lr * rate(config.schedule, watch.step / total))
                 watch.step += 1
                 watch.curves.add(watch.step, distillation=loss)
@@ -126,7 +124,7 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
                 kept = {} if statistics is None else engine.ensemble.statistics_to_tensors(statistics)
 
                 def state(
-                    epoch: int = epoch, s: int = s, kept: dict[str, Tensor] = kept
+                    epoch: int = epoch, s: int = sample.t, kept: dict[str, Tensor] = kept
                 ) -> tuple[dict[str, Tensor], dict[str, int]]:
                     groups = {"student": student.tensors(), "watch": watch.tensors(), "statistics": kept}
                     return join_groups(**groups), {"epoch": epoch, "done": s}
@@ -191,6 +189,26 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
             rng = ctx.torch_rng("structured-noise", str(start), device=ctx.device)
             pieces.append(steps.noise.structured_noise(self.config.noise, (count, *image_shape(ctx)), rng))
         return torch.cat(pieces)
+
+
+@dataclass
+class Lessons:
+    """The distillation steps of one epoch: mixtures at falling noise levels, with what both teachers say of them."""
+
+    mixtures: Mixtures
+    teacher: Teacher
+    statistics: Statistics | None
+    done: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing beyond the number of the step is needed to go on."""
+        return {}
+
+    def __iter__(self) -> Iterator[Sample]:
+        for s in self.mixtures.steps[self.done :]:
+            lam = 1 - s / len(self.mixtures.steps)
+            images = self.mixtures.at(s, lam, "distillation")
+            yield steps.trajectory.Sample(s, images, *self.teacher.speak(images, lam, self.statistics), None)
 
 
 class Mixtures:

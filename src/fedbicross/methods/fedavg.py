@@ -55,6 +55,11 @@ class FedAvg(Method[FedAvgConfig]):
         return frozenset({"weights", "num_samples"} if self.config.weighting == "size" else {"weights"})
 
     @property
+    def uses_local_models(self) -> bool:
+        """One round averages them; many rounds train a little at a time."""
+        return self.rounds == 1
+
+    @property
     def rounds(self) -> int:
         """How often networks travel."""
         return self.config.rounds

@@ -32,9 +32,10 @@ from fedbicross.methods.synthesis import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedbicross.engine.fast import Source
+    from fedbicross.engine.student import Student
     from fedbicross.steps.clustering import Clustering
-    from fedbicross.steps.student import Student
-    from fedbicross.steps.trajectory import Teacher, Trajectory
+    from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
 
 
 class FedBiCrossConfig(SynthesisConfig):
@@ -272,7 +273,9 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         )
         update = ctx.progress.start(f"{self.name}: cluster models", total)
         for number in range(begin, config.trajectories):
-            sources = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
+            # Images and soft labels do not depend on the students, so the next ones are made while these learn.
+            trajectories = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
+            sources = [engine.fast.ahead(trajectory, ctx.fast) for trajectory in trajectories]
             saved = None
             for samples in zip(*sources, strict=True):
                 done = number * config.steps + samples[0].t
@@ -285,7 +288,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
                 update(done, f"trajectory {number + 1}/{config.trajectories}")
 
                 def state(
-                    number: int = number, sources: Sequence[Trajectory] = sources
+                    number: int = number, sources: Sequence[Source[Sample]] = sources
                 ) -> tuple[dict[str, Tensor], dict[str, int]]:
                     groups: dict[str, Mapping[str, Tensor]] = {
                         "weights": {
@@ -302,7 +305,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
                 if done < total:  # the last step is made again, since its samples are described below
                     ctx.save_stage_when_due("cluster-models", state)
         for k in range(count):
-            watches[k].finish(teachers[k], samples[k], sources[k].labels, students[k])
+            watches[k].finish(teachers[k], samples[k], trajectories[k].labels, students[k])
         if count > 1:
             over_time = [w.tolist() for _, w in history]
             steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)

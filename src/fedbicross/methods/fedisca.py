@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.federation import Reply, Upload
@@ -30,10 +30,8 @@ from fedbicross.methods.synthesis import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.steps.sources import FinishedOnly, NoiseOnly
-    from fedbicross.steps.trajectory import Teacher, Trajectory
-
-    Source = Trajectory | NoiseOnly | FinishedOnly
+    from fedbicross.engine.fast import Source
+    from fedbicross.steps.trajectory import Sample, Teacher
 
 
 class FedISCAConfig(SynthesisConfig):
@@ -87,7 +85,7 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
             pool = steps.sources.FinishedOnly.pool_of(saved)
         update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
         for epoch in range(begin, config.epochs):
-            source = self._source(epoch, teacher, pool, saved, ctx)
+            source = engine.fast.ahead(self._source(epoch, teacher, pool, saved, ctx), ctx.fast)
             saved = None
             for sample in source:
                 lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
@@ -95,7 +93,9 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
                 watch.add(sample, distillation=loss)
                 update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
 
-                def state(epoch: int = epoch, source: Source = source) -> tuple[dict[str, Tensor], dict[str, int]]:
+                def state(
+                    epoch: int = epoch, source: Source[Sample] = source
+                ) -> tuple[dict[str, Tensor], dict[str, int]]:
                     groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
                     return join_groups(**groups), {"epoch": epoch}
 
@@ -110,7 +110,7 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
 
     def _source(
         self, epoch: int, teacher: Teacher, pool: list[Tensor], saved: Mapping[str, Tensor] | None, ctx: Context
-    ) -> Source:
+    ) -> Source[Sample]:
         """One epoch's batches: a trajectory, or what an ablation puts in its place."""
         config, shape = self.config, image_shape(ctx)
         if not config.synthesis:

@@ -20,6 +20,11 @@ class LocalOnly(Method[MethodConfig]):
         """What leaves the hospital."""
         return "Nothing."
 
+    @property
+    def uses_local_models(self) -> bool:
+        """That is all it does."""
+        return True
+
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""
         return Upload(client.name, ctx.task)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.fast import Captured
+    from fedbicross.engine.student import Student
     from fedbicross.steps.inversion import InversionSettings
-    from fedbicross.steps.student import Student
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
@@ -159,7 +159,7 @@ def rate(schedule: str, progress: float) -> float:
 def new_student(ctx: Context, number: int) -> Student:
     """A freshly initialised student; number k is that of cluster k."""
     model = ctx.new_model(ctx.torch_rng("student", str(number)))
-    return steps.student.Student(model, ctx.device, ctx.precision, ctx.fast)
+    return engine.student.Student(model, ctx.device, ctx.precision, ctx.fast)
 
 
 def image_shape(ctx: Context) -> tuple[int, int, int]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         noise,
         personal,
         sources,
-        student,
         teachers,
         trajectory,
     )
@@ -34,7 +33,6 @@ __all__ = [
     "noise",
     "personal",
     "sources",
-    "student",
     "teachers",
     "trajectory",
 ]

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedbicross.engine.fast import Captured, scalar
+from fedbicross.engine.fast import Captured, scalar, side_by_side
+from fedbicross.engine.student import Student
 from fedbicross.steps.bilevel import hypergradient, weight_step, weighted_gradient
-from fedbicross.steps.student import Student
 from fedbicross.steps.trajectory import Sample
 
 
@@ -52,13 +52,15 @@ class CrossCluster:
         *labelled, lam, lr = tensors
         triples = zip(labelled[::3], labelled[1::3], labelled[2::3], strict=True)
         samples = [Sample(0, images, original, adapted, lam, None) for images, original, adapted in triples]
-        losses = []
-        for k, student in enumerate(self.students):
-            loss, gradient = self.inner(k, student, samples, lr)
+
+        def advance(k: int) -> Tensor:
+            loss, gradient = self.inner(k, self.students[k], samples, lr)
             if gradient is not None:
                 self.weights[k] = self.outer(self.weights[k], gradient)
-            losses.append(loss)
-        return losses
+            return loss
+
+        device = self.students[0].device if self.students[0].fast else "cpu"
+        return side_by_side([partial(advance, k) for k in range(len(self.students))], device)
 
     def inner(self, k: int, student: Student, samples: Sequence[Sample], lr: Tensor) -> tuple[Tensor, Tensor | None]:
         """Eq. 7: one step of G_k on the weighted mixture; then, where w is learned, the gradient of Eq. 8."""

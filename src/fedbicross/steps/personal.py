@@ -10,11 +10,11 @@ from torch import Tensor
 from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
 from fedbicross.engine.predict import load_model, member_logits
+from fedbicross.engine.student import Student
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
 from fedbicross.seeds import numpy_rng
 from fedbicross.steps.distill import personal_loss
-from fedbicross.steps.student import Student
 
 if TYPE_CHECKING:
     from fedbicross.context import Context

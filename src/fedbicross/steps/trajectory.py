@@ -56,20 +56,31 @@ class Teacher:
             return self._soft(self.ensemble.batch_logits(x))
         return self._soft(self.ensemble.adapted_logits(x, statistics))
 
+    @torch.no_grad()
+    def both(self, x: Tensor) -> list[Tensor]:
+        """Soft labels of F, and of F̃ by the batch's own statistics."""
+        return [self._soft(logits) for logits in self.ensemble.both_logits(x)]
+
     def speak(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
         """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
         if self.adaptation == "none" or lam <= 0:
-            original = self._ask("original", self.original, x)
+            (original,) = self._ask("original", lambda x: [self.original(x)], x)
             return original, original, 0.0
-        adapted = self._ask("adapted", self.adapted, x) if statistics is None else self.adapted(x, statistics)
-        return (self._ask("original", self.original, x) if lam < 1 else adapted), adapted, lam
+        if statistics is not None:
+            adapted = self.adapted(x, statistics)
+            return (self.original(x) if lam < 1 else adapted), adapted, lam
+        if lam < 1:
+            original, adapted = self._ask("both", self.both, x)
+            return original, adapted, lam
+        (adapted,) = self._ask("adapted", lambda x: [self.adapted(x)], x)
+        return adapted, adapted, lam
 
-    def _ask(self, which: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _ask(self, which: str, function: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
         if not self.ensemble.fast:
             return function(x)
         key = f"{which} {self.combine} {self.temperature} {tuple(x.shape)}"
-        recorded: Captured = self.ensemble.captured.setdefault(key, Captured(lambda x: [function(x)]))
-        return recorded(x)[0]
+        recorded: Captured = self.ensemble.captured.setdefault(key, Captured(function))
+        return recorded(x)
 
     def _soft(self, logits: Tensor) -> Tensor:
         return combine_logits(logits, self.combine, self.temperature, self.class_weights)

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbicross.steps.student import Student
-
-from .tiny import Tiny, noise, randomised
+from fedbicross.engine.student import Student
+from steps.tiny import Tiny, noise, randomised
 
 
 def network():

@@ -1,4 +1,4 @@
-"""A network that is being distilled: train-mode forward passes, gradients, SGD. FedISCA Eq. 3, FedBiCross Eq. 7."""
+"""A network that is being trained or distilled: train-mode forward passes, gradients, SGD."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class Student:
         self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
+        self.scratch = {name: b.clone() for name, b in self.buffers.items()}  # moved instead, where nothing should be
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
         self.forward = self._forward
         if fast:  # weights are arguments, so that students of one architecture share one compilation
             self.forward = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
 
-    def logits(self, x: Tensor, track: bool = True) -> Tensor:
+    def logits(self, x: Tensor, track: bool = True, use_compiled: bool = True) -> Tensor:
         """Train-mode logits in float32; ``track`` says whether this batch moves the running statistics."""
         x = x.contiguous(memory_format=torch.channels_last)
-        buffers = self.buffers if track else {name: b.clone() for name, b in self.buffers.items()}
+        buffers = self.buffers if track else self.scratch  # train mode writes running statistics, never reads them
         with autocast(self.device, self.precision):
-            out: Tensor = self.forward({**self.params, **buffers}, x)
+            out: Tensor = (self.forward if use_compiled else self._forward)({**self.params, **buffers}, x)
         return out.float() if out.dtype != torch.float64 else out
 
     def _forward(self, state: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -50,11 +51,11 @@ class Student:
         return [*self.params.values(), *self.buffers.values(), *self.momentum]
 
     def gradient(
-        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], track: bool = True
+        self, x: Tensor, loss_of: Callable[[Tensor], Tensor], track: bool = True, use_compiled: bool = True
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of the logits on a batch, detached, and its gradient by every parameter."""
         with torch.enable_grad():
-            loss = loss_of(self.logits(x, track))
+            loss = loss_of(self.logits(x, track, use_compiled))
             gradients = torch.autograd.grad(loss, list(self.params.values()))
         return loss.detach(), gradients
 
@@ -76,7 +77,9 @@ class Student:
         self.model.eval()
         try:
             with autocast(self.device, self.precision):
-                out: Tensor = functional_call(self.model, {**self.params, **self.buffers}, (x,))
+                out: Tensor = functional_call(
+                    self.model, {**self.params, **self.buffers}, (x.contiguous(memory_format=torch.channels_last),)
+                )
         finally:
             self.model.train()
         return out.float()
@@ -86,10 +89,14 @@ class Student:
         """Whether every weight is still a finite number."""
         return all(bool(torch.isfinite(p).all()) for p in self.params.values())
 
+    def copies(self) -> dict[str, Tensor]:
+        """The network's state dict as it is now, copied where it lies."""
+        both = {**self.params, **self.buffers}
+        return {name: both[name].detach().clone() for name in self.model.state_dict()}
+
     def state(self) -> dict[str, Tensor]:
         """The network's state dict, on the CPU."""
-        both = {**self.params, **self.buffers}
-        return {name: both[name].detach().cpu().clone().contiguous() for name in self.model.state_dict()}
+        return {name: value.cpu().contiguous() for name, value in self.copies().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a killed run needs to go on to the same bytes."""

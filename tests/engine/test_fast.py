@@ -1,0 +1,137 @@
+"""The fast path, walked on the CPU: same code as on a GPU but for compilation, recording and streams.
+
+What a GPU alone can show (recorded steps, streams) is in tests/steps/test_cuda.py and in benchmarks/gpu.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedbicross import models
+from fedbicross.context import Context
+from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.fast import Captured, ahead, scalar, side_by_side
+from fedbicross.federation import simulate
+from fedbicross.methods import create
+from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
+from small import TINY_METHODS, tiny_clients, tiny_context
+from steps.tiny import Tiny, noise, randomised
+
+
+def both(precision: str = "fp32") -> tuple[Ensemble, Ensemble]:
+    clients = [randomised(Tiny(), 0), randomised(Tiny(width=6), 1), randomised(Tiny(), 2)]
+    if precision == "bf16":
+        clients = [client.float() for client in clients]
+    return Ensemble(clients, precision), Ensemble(clients, precision, fast=True)
+
+
+def test_every_pass_equals_the_plain_one_in_float64() -> None:
+    plain, fast = both()
+    x = noise(8, 3, 6, 6)
+    for name in ("logits", "batch_logits"):
+        torch.testing.assert_close(getattr(fast, name)(x), getattr(plain, name)(x), rtol=0, atol=1e-10)
+    for ours, theirs in zip(fast.both_logits(x), plain.both_logits(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    values = []
+    for ensemble in (plain, fast):
+        leaf = x.clone().requires_grad_(True)
+        logits, bn = ensemble.logits_and_bn_loss(leaf)
+        (gradient,) = torch.autograd.grad(logits.square().sum() + bn.sum(), leaf)
+        values.append((logits.detach(), bn.detach(), gradient))
+    for ours, theirs in zip(*values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_variance_in_one_pass_survives_a_mean_far_from_zero() -> None:
+    """E[x²] − E[x]² would lose every digit here; about the stored mean nothing is lost."""
+    model = models.build("resnet8", 3, 3, 12)
+    models.initialise(model, torch.Generator().manual_seed(0))
+    first = next(m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    conv = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d))
+    with torch.no_grad():
+        conv.weight.abs_()
+    x = 1000 + torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        first.running_mean.copy_(conv(x).mean((0, 2, 3)))
+    plain, fast = Ensemble([model.double()]), Ensemble([model.float()], fast=True)
+    torch.testing.assert_close(
+        fast.logits_and_bn_loss(x)[1].double(), plain.logits_and_bn_loss(x.double())[1], rtol=1e-3, atol=0
+    )
+
+
+def test_bf16_weights_are_kept_and_statistics_stay_wide() -> None:
+    _, fast = both("bf16")
+    model = fast._clients[0][0]
+    kinds = {type(m).__name__: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
+    assert kinds["Conv2d"] == {torch.bfloat16}
+    assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
+    plain, _ = both("fp32")
+    x = noise(64, 3, 6, 6).float()
+    exact = Ensemble([randomised(Tiny(), 0).float()])
+    close = Ensemble([randomised(Tiny(), 0).float()], "bf16", fast=True)
+    difference = (exact.logits(x) - close.logits(x)).norm() / exact.logits(x).norm()
+    assert 0 < float(difference) < 0.03  # bf16 has eight bits
+    assert plain is not fast
+
+
+def test_a_synthesis_ends_at_the_same_images() -> None:
+    settings = InversionSettings(steps=6, batch=8)
+    ends = []
+    for ensemble in both():
+        rng = torch.Generator().manual_seed(0)
+        run = Inversion.start(ensemble, balanced_labels(8, 4), (3, 6, 6), settings, rng, torch.float64)
+        for _ in range(6):
+            run.step()
+        ends.append(run.images)
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-8)
+
+
+class Counter:
+    """A source of numbers that knows its place."""
+
+    def __init__(self, last: int) -> None:
+        self.done, self.last = 0, last
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"done": torch.tensor(self.done)}
+
+    def __iter__(self) -> Any:
+        while self.done < self.last:
+            self.done += 1
+            yield (torch.tensor(self.done),)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
+    source = ahead(Counter(5), fast)
+    seen = [(int(item[0]), int(source.tensors()["done"])) for item in source]
+    assert seen == [(n, n) for n in range(1, 6)]
+
+
+def test_jobs_side_by_side_keep_their_order() -> None:
+    assert side_by_side([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
+
+
+def test_without_a_gpu_a_captured_function_is_called() -> None:
+    total = torch.zeros(())
+    step = Captured(lambda x, lr: [total.add_(x.sum() * lr)], [total])
+    step(torch.ones(3), scalar(2.0, "cpu"))
+    step(torch.ones(3), scalar(2.0, "cpu"))
+    assert float(total) == 12
+
+
+@pytest.mark.parametrize("spec", ["local_only", "fedisca", "e_fedisca", "fedbicross"])
+def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
+    """Rounding differs in the last digits (statistics in one pass), and training repeats it a few times."""
+    ends = []
+    for fast in (False, True):
+        ctx: Context = replace(tiny_context(), fast=fast)
+        predictors = simulate(create(spec, {spec: TINY_METHODS.get(spec, {})}), tiny_clients(3), ctx)
+        ends.append([value for p in predictors.values() for state in p.states for _, value in sorted(state.items())])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)

@@ -1,30 +1,43 @@
-"""Plain path against fast path on one GPU, in one run: `python -m benchmarks.gpu [--out FILE]`.
+"""Plain path against fast path on one GPU, in one run: `python -m benchmarks.gpu [--out FILE] [--data-dir DIR]`.
 
-Five ResNet-18 clients, batch 256, 28x28x3 unless said. Times are medians over replays between CUDA events; the table
-gives ratios first, because machines differ. The arithmetic floor counts forward passes at the measured bf16 rate.
+Five ResNet-18 clients, batch 256, 28x28x3 unless said. Times are medians between CUDA events; ratios come first,
+because machines differ. "as released" is the reference of the papers' code: eager fp32, gradients also to the frozen
+weights, hooks that copy every activation. The arithmetic floor counts forward passes at the measured bf16 rate.
+Whole methods are timed by `benchmarks.papers`. Stored with versions; `docs/performance.md` is made from the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fedbicross import models
+from fedbicross.engine.device import set_precision
 from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.recipe import Training
 from fedbicross.engine.student import Student
+from fedbicross.engine.train import side_by_side, training
 from fedbicross.methods.synthesis import SynthesisConfig
 from fedbicross.runs.environment import versions
-from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
+from fedbicross.steps.crosscluster import CrossCluster, split_rows
+from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels, total_variation
 from fedbicross.steps.trajectory import Sample, Teacher
 
 BATCH, CLASSES, SHAPE = 256, 8, (3, 28, 28)
+PATHS = {"plain fp32": ("fp32", False), "plain bf16": ("bf16", False), "fast bf16": ("bf16", True)}
 
 
 def milliseconds(step: Callable[[], object], repeats: int) -> float:
@@ -39,10 +52,28 @@ def milliseconds(step: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def networks(count: int) -> list[torch.nn.Module]:
+def measure(step: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Time to the first result (compilation and recording), time of a step, and peak memory."""
+    began = time.perf_counter()
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    torch.cuda.reset_peak_memory_stats()
+    ms = milliseconds(step, repeats)
+    return {"ms": ms, "first_s": first, "peak_gb": torch.cuda.max_memory_reserved() / 1e9}
+
+
+def clear() -> None:
+    """Recorded steps hold their memory until they are collected."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def networks(count: int, size: int = 28) -> list[nn.Module]:
     out = []
     for number in range(count):
-        model = models.build("resnet18", SHAPE[0], CLASSES, SHAPE[1])
+        model = models.build("resnet18", SHAPE[0], CLASSES, size)
         models.initialise(model, torch.Generator().manual_seed(number))
         out.append(model.cuda())
     return out
@@ -55,83 +86,242 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / (milliseconds(lambda: a @ b, 20) / 1e3)
 
 
-def make(count: int, precision: str, fast: bool) -> dict[str, Callable[[], Any]]:
-    ensemble = Ensemble(networks(count), precision, fast)
+# --- the steps ---------------------------------------------------------------------------------------------------
+
+
+def inversion(count: int, precision: str, fast: bool, batch: int = BATCH, size: int = 28) -> Callable[[], object]:
+    ensemble = Ensemble(networks(count, size), precision, fast)
     rng = torch.Generator("cuda").manual_seed(0)
-    settings = InversionSettings(batch=BATCH, steps=2000)
-    inversion = Inversion.start(ensemble, balanced_labels(BATCH, CLASSES), SHAPE, settings, rng)
-    teacher = Teacher(ensemble)
-    student = Student(networks(1)[0], "cuda", precision, fast)
-    config = SynthesisConfig()
-    x = torch.randn((BATCH, *SHAPE), device="cuda", generator=rng)
-    original, adapted, lam = teacher.speak(x, 0.5)
-    sample = Sample(1, x, original, adapted, lam, None)
-    return {
-        "inversion step": inversion.step,
-        "both teachers": lambda: teacher.speak(x, 0.5),
-        "student step": lambda: config.learn(student, sample, 1e-3),
+    settings = InversionSettings(batch=batch, steps=2000)
+    run = Inversion.start(ensemble, balanced_labels(batch, CLASSES), (SHAPE[0], size, size), settings, rng)
+    return run.step
+
+
+def inversion_as_released(count: int) -> Callable[[], object]:
+    """The reference of the papers' code, written anew: what its costs come from is kept, nothing else."""
+    clients, seen = networks(count), list[Tensor]()
+
+    def hook(layer: nn.BatchNorm2d, inputs: tuple[Tensor], _: Tensor) -> None:
+        x = inputs[0]
+        flat = x.permute(1, 0, 2, 3).contiguous().view(x.shape[1], -1)
+        var, mean = flat.var(1, unbiased=False), x.mean((0, 2, 3))
+        seen.append(torch.norm(layer.running_var - var, 2) + torch.norm(layer.running_mean - mean, 2))
+
+    for client in clients:
+        client.eval()  # the weights still ask for gradients
+        for layer in client.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.register_forward_hook(hook)
+    x = torch.randn((BATCH, *SHAPE), device="cuda", requires_grad=True)
+    labels = balanced_labels(BATCH, CLASSES, "cuda")
+    optimiser = torch.optim.Adam([x], lr=5e-2)
+
+    def step() -> None:
+        seen.clear()
+        optimiser.zero_grad()
+        for client in clients:
+            client.zero_grad()
+        shifted = torch.roll(x, (1, -1), (2, 3))
+        logits = torch.stack([client(shifted) for client in clients]).mean(0)
+        loss = F.cross_entropy(logits, labels) + 10 * sum(seen) + 2.5e-5 * total_variation(shifted)
+        loss.backward()
+        optimiser.step()
+        loss.item()
+
+    return step
+
+
+def teachers(count: int, precision: str, fast: bool) -> Callable[[], object]:
+    teacher = Teacher(Ensemble(networks(count), precision, fast))
+    x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    return lambda: teacher.speak(x, 0.5)
+
+
+def soft(seed: int) -> Tensor:
+    return torch.randn((BATCH, CLASSES), device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).softmax(-1)
+
+
+def sample(seed: int) -> Sample:
+    x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    return Sample(1, x, soft(seed), soft(seed + 100), 0.5, None)
+
+
+def student(precision: str, fast: bool) -> Callable[[], object]:
+    learner, given, config = Student(networks(1)[0], "cuda", precision, fast), sample(0), SynthesisConfig()
+    return lambda: config.learn(learner, given, 1e-3)
+
+
+def stage_two(clusters: int, precision: str, fast: bool) -> Callable[[], object]:
+    rows, held = split_rows(BATCH, CLASSES, 0.2)
+    stage = CrossCluster(
+        [Student(model, "cuda", precision, fast) for model in networks(clusters)],
+        torch.full((clusters, clusters), 1 / clusters, device="cuda"),
+        SynthesisConfig().loss,
+        torch.tensor(rows, device="cuda"),
+        torch.tensor(held, device="cuda"),
+        momentum=0.9,
+        weight_decay=5e-4,
+        lr_weights=0.1,
+        weight_step="projected",
+        unit_hypergradient=True,
+        own_only=False,
+    )
+    samples = [sample(k) for k in range(clusters)]
+    return lambda: stage.step(samples, 1e-3)
+
+
+# --- what is measured --------------------------------------------------------------------------------------------
+
+
+def steps_table(count: int, rate: float) -> dict[str, Any]:
+    forward = models.forward_flops("resnet18", SHAPE[0], CLASSES, SHAPE[1]) * BATCH
+    floor = lambda passes: passes * forward / rate * 1e3  # noqa: E731
+    kinds: dict[str, tuple[Callable[..., Callable[[], object]], float]] = {
+        "inversion": (partial(inversion, count), floor(2 * count)),
+        "both teachers": (partial(teachers, count), floor(2 * count)),
+        "student": (student, floor(3)),
+        "stage 2, K=4": (partial(stage_two, 4), floor(3 * 4 * (4 * 0.8 + 0.2))),
     }
+    table: dict[str, Any] = {}
+    set_precision("fp32")
+    for name, (make, least) in kinds.items():
+        table[name] = {"floor_ms": least}
+        if name == "inversion":
+            table[name]["as released, eager fp32"] = measure(inversion_as_released(count), 10)
+        for path, (precision, fast) in PATHS.items():
+            set_precision(precision)
+            table[name][path] = measure(make(precision, fast), 100 if fast else 15)
+            set_precision("fp32")
+            clear()
+        ratio = table[name]["plain fp32"]["ms"] / table[name]["fast bf16"]["ms"]
+        line = "  ".join(f"{path} {entry['ms']:.2f} ms" for path, entry in table[name].items() if path != "floor_ms")
+        print(f"{name:14s} {ratio:5.1f}x  {line}  floor {least:.2f} ms", flush=True)
+    return table
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Slope of the straight line through log y over log x."""
+    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0])
+
+
+def growth() -> dict[str, Any]:
+    def series(name: str, values: Sequence[int], make: Callable[[int], Callable[[], object]]) -> dict[str, Any]:
+        found = []
+        for value in values:
+            clear()
+            found.append({"x": value, **measure(make(value), 20)})
+        slope = exponent(values, [entry["ms"] for entry in found])
+        shown = "  ".join(f"{e['x']}: {e['ms']:.2f} ms {e['peak_gb']:.1f} GB" for e in found)
+        print(f"growth with {name}: exponent {slope:.2f}   {shown}", flush=True)
+        return {"points": found, "exponent": slope}
+
+    out = {
+        "N": series("N, inversion", [1, 5, 10, 20, 50], lambda n: inversion(n, "bf16", True)),
+        "K": series("K, stage 2", [2, 3, 4, 6, 8], lambda k: stage_two(k, "bf16", True)),
+        "B": series("B, inversion", [64, 256, 1024], lambda b: inversion(5, "bf16", True, batch=b)),
+        "pixels": series("pixels, inversion, B=64", [28, 56, 224], lambda s: inversion(5, "bf16", True, 64, s)),
+    }
+    k_squared = [entry["ms"] / entry["x"] ** 2 for entry in out["K"]["points"]]
+    out["K"]["ms_per_K_squared"] = [min(k_squared), max(k_squared)]
+    return out
 
 
 def agreement(count: int) -> dict[str, float]:
     """Relative difference of the fast path from the plain one on the same inputs."""
+    set_precision("fp32")
     plain, fast = Ensemble(networks(count), "fp32"), Ensemble(networks(count), "bf16", fast=True)
+    eager = Ensemble(networks(count), "bf16")
     x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    out = {}
-    with torch.no_grad():
-        for name in ("logits", "batch_logits"):
-            a, b = getattr(plain, name)(x), getattr(fast, name)(x)
-            out[name] = float((a - b).norm() / a.norm())
-    gradients = []
-    for ensemble in (plain, fast):
+    out, reference = {}, dict[str, Tensor]()
+    for label, ensemble in {"plain fp32": plain, "plain bf16": eager, "fast bf16": fast}.items():
         leaf = x.clone().requires_grad_(True)
         logits, loss = ensemble.logits_and_bn_loss(leaf)
-        total = (
-            torch.nn.functional.cross_entropy(logits.mean(0), balanced_labels(BATCH, CLASSES, "cuda"))
-            + 10 * loss.mean()
-        )
-        gradients.append(torch.autograd.grad(total, leaf)[0])
-    out["input gradient"] = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+        total = F.cross_entropy(logits.mean(0), balanced_labels(BATCH, CLASSES, "cuda")) + 10 * loss.mean()
+        with torch.no_grad():
+            found = {"logits": ensemble.logits(x), "batch logits": ensemble.batch_logits(x), "BN terms": loss.detach()}
+        found["input gradient"] = torch.autograd.grad(total, leaf)[0]
+        reference = reference or found
+        if label != "plain fp32":
+            out |= {f"{label}: {k}": float((v - reference[k]).norm() / reference[k].norm()) for k, v in found.items()}
     return out
+
+
+def five_trainings(folder: Path, epochs: int) -> dict[str, float]:
+    """Five IID clients of BloodMNIST, batch 128: eager fp32 one after another, and all at once on the fast path."""
+    with np.load(folder / "bloodmnist.npz", allow_pickle=False) as data:
+        images = np.concatenate([data["train_images"], data["val_images"]])
+        labels = np.concatenate([data["train_labels"], data["val_labels"]]).ravel().astype(np.int64)
+    order = np.random.default_rng(0).permutation(len(labels))
+    parts = np.array_split(order, 5)
+
+    def jobs(epochs: int, precision: str, fast: bool) -> list[Any]:
+        recipe = Training(recipe="paper", epochs=epochs)
+        given = {"seed": 0, "device": "cuda", "precision": precision, "fast": fast}
+        return [
+            training(model, "resnet18", images[p], labels[p], None, recipe, stream=(f"c{i}",), **given)
+            for i, (model, p) in enumerate(zip(networks(5), parts, strict=True))
+        ]
+
+    def seconds(epochs: int, precision: str, fast: bool) -> float:
+        set_precision(precision)
+        began = time.perf_counter()
+        trained = side_by_side(jobs(epochs, precision, fast), "cuda" if fast else "cpu")
+        torch.cuda.synchronize()
+        last = statistics.mean(t.history[-1]["val_accuracy"] for t in trained)
+        took = time.perf_counter() - began
+        print(
+            f"five trainings, {epochs} epochs, {precision} fast={fast}: {took:.1f} s, validation {last:.3f}", flush=True
+        )
+        return took
+
+    few = max(2, epochs // 20)
+    warm = seconds(1, "fp32", False)
+    slow = seconds(few, "fp32", False)
+    slow_bf16 = seconds(few, "bf16", False)
+    fast = seconds(epochs, "bf16", True)  # compilation and recording included
+    again = seconds(epochs, "bf16", True)
+    scale = epochs / few
+    return {
+        "epochs": epochs,
+        "eager_fp32_s": slow * scale,
+        "eager_fp32_measured_epochs": few,
+        "eager_bf16_s": slow_bf16 * scale,
+        "fast_s": fast,
+        "fast_compiled_before_s": again,
+        "ratio": slow * scale / fast,
+        "first_epoch_s": warm,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/gpu.json"))
+    parser.add_argument("--data-dir", type=Path, help="where bloodmnist.npz lies; without it no training is timed")
     parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=100)
     given = parser.parse_args()
     rate = matrix_rate()
-    forward = models.forward_flops("resnet18", SHAPE[0], CLASSES, SHAPE[1]) * BATCH
-    floors = {
-        "inversion step": 2 * given.clients * forward / rate * 1e3,
-        "both teachers": 2 * given.clients * forward / rate * 1e3,
-        "student step": 3 * forward / rate * 1e3,
-    }
-    paths = {"eager fp32": ("fp32", False), "eager bf16": ("bf16", False), "fast bf16": ("bf16", True)}
-    table: dict[str, dict[str, float]] = {}
-    for name, (precision, fast) in paths.items():
-        began = time.perf_counter()
-        for part, step in make(given.clients, precision, fast).items():
-            for _ in range(3):
-                step()
-            torch.cuda.synchronize()
-            warm = time.perf_counter() - began
-            torch.cuda.reset_peak_memory_stats()
-            entry = table.setdefault(part, {})
-            entry[name] = milliseconds(step, 30 if not fast else 100)
-            entry[f"{name}: first calls, s"] = warm
-            entry[f"{name}: peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-            began = time.perf_counter()
-    result = {"table": table, "floors_ms": floors, "bf16_tflops": rate / 1e12, "agreement": agreement(given.clients)}
-    result["versions"] = versions("cuda")
+    print(f"bf16 matrix rate {rate / 1e12:.0f} TFLOP/s", flush=True)
+    result: dict[str, Any] = {"clients": given.clients, "batch": BATCH, "bf16_tflops": rate / 1e12}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1))
-    print(f"bf16 matrix rate {rate / 1e12:.0f} TFLOP/s; agreement {result['agreement']}")
-    for part, row in table.items():
-        ratio = row["eager fp32"] / row["fast bf16"]
-        times = "  ".join(f"{path} {row[path]:.2f} ms" for path in paths)
-        first = row["fast bf16: first calls, s"]
-        print(f"{part:16s} {ratio:5.1f}x  {times}  floor {floors[part]:.2f} ms  compile and record {first:.1f} s")
+    parts: dict[str, Callable[[], Any]] = {
+        "steps": lambda: steps_table(given.clients, rate),
+        "agreement": lambda: agreement(given.clients),
+        "training": lambda: five_trainings(given.data_dir, given.epochs) if given.data_dir else None,
+        "growth": growth,
+    }
+    for name, part in parts.items():
+        began = time.perf_counter()
+        try:
+            result[name] = part()
+        except Exception:  # time on such a machine is dear: the other parts are still worth having
+            traceback.print_exc()
+            result[name] = None
+        clear()
+        result["versions"] = versions("cuda")
+        given.out.write_text(json.dumps(result, indent=1, allow_nan=False))  # what is done is kept
+        print(f"-- {name}: {time.perf_counter() - began:.0f} s", flush=True)
+    print(result["agreement"], result["training"])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def resolve_precision(name: str, device: str) -> str:
     return name
 
 
+def set_precision(precision: str) -> None:
+    """fp32 means fp32: without this, convolutions on a recent GPU would silently round their inputs to TF32."""
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
 def autocast(device: str, precision: str) -> AbstractContextManager[object]:
     """bf16 autocast, or nothing."""
     return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

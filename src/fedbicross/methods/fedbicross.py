@@ -304,8 +304,10 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
 
                 if done < total:  # the last step is made again, since its samples are described below
                     ctx.save_stage_when_due("cluster-models", state)
-        for k in range(count):
-            watches[k].finish(teachers[k], samples[k], trajectories[k].labels, students[k])
+        agreements = [
+            watches[k].finish(teachers[k], samples[k], trajectories[k].labels, students[k]) for k in range(count)
+        ]
+        steps.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
         if count > 1:
             over_time = [w.tolist() for _, w in history]
             steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)

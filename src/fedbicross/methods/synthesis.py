@@ -195,21 +195,23 @@ class Watch:
         self.curves.add(self.step, **losses)
         self.strip.add(sample)
 
-    def finish(self, teacher: Teacher, sample: Sample, labels: Tensor, student: Student) -> None:
-        """Numbers, curves, the strip of pictures, and warnings in words."""
+    def finish(self, teacher: Teacher, sample: Sample, labels: Tensor, student: Student) -> float:
+        """Numbers, curves, the strip of pictures, and warnings in words; the student's agreement with its teacher."""
         if not student.finite:
             hint = "lower the student's lr, or lr_synthesis"
             raise MethodError("diverged", f"{self.title}: the student's weights are no longer finite; {hint}")
         record = self.ctx.record
         diagnosis = steps.diagnosis
         diagnosis.describe_synthesis(record, self.title, teacher, sample.images, labels, self.ctx.task.classes)
-        diagnosis.describe_student(record, self.title, student.eval_logits(sample.images), sample.original)
+        answers = student.eval_logits(sample.images)
+        agreement = diagnosis.describe_student(record, self.title, answers, sample.original)
         names = [name for name in ("synthesis", "cross-entropy", "batch norm") if name in self.curves.values]
         if names:
             record.add("curves", f"{self.title}: synthesis loss", self.curves.plot(names, "loss"))
         losses = [name for name in self.curves.values if name not in names]
         record.add("curves", f"{self.title}: distillation loss", self.curves.plot(losses, "loss"))
         self.picture()
+        return agreement
 
     def picture(self) -> None:
         """The strip from noise to finished images, a row per class, as a PNG beside the run."""

@@ -11,7 +11,25 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichBars
 
+    from fedbicross.context import Progress
+
 SECONDS_BETWEEN_LINES = 5.0
+
+
+class Remembering:
+    """Another progress that also knows which piece of work was begun last, for the error that may follow."""
+
+    def __init__(self, inner: Progress) -> None:
+        self.inner, self.last = inner, "reading the data"
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work."""
+        self.last = label
+        return self.inner.start(label, total)
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+        self.inner.say(message)
 
 
 class PlainProgress:

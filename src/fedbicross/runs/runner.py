@@ -23,6 +23,7 @@ from fedbicross.evaluate.protocols import TestSet
 from fedbicross.federation import Client, records, simulate
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
+from fedbicross.runs.progress import Remembering
 from fedbicross.runs.rows import make_row, predict_all, seconds_by_stage
 from fedbicross.runs.store import RunFolder, write_atomic
 from fedbicross.settings import parse
@@ -174,10 +175,14 @@ def _empty(out: Path) -> None:
 def _loop(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
     import torch
 
+    from fedbicross.engine.device import set_precision
+
     config = prepared.config
     threads = torch.get_num_threads()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    set_precision(prepared.precision)
+    progress = watched = Remembering(progress)
     try:
         rows: list[dict[str, Any]] = []
         summary = _header(prepared)
@@ -186,6 +191,8 @@ def _loop(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> d
         results = _results(summary, rows, complete=True)
         _write_results(folder, results)
         return results
+    except torch.OutOfMemoryError:
+        raise RunError("out_of_memory", f"out of GPU memory in {watched.last!r}: {_smaller(watched.last)}") from None
     except OSError as error:
         where = folder.path if folder else "memory"
         raise RunError(
@@ -194,6 +201,15 @@ def _loop(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> d
         ) from None
     finally:
         torch.set_num_threads(threads)
+
+
+def _smaller(work: str) -> str:
+    """Which setting to lower when this piece of work does not fit into the memory of the GPU."""
+    if work.startswith("training "):
+        return "lower training.batch_size, or use --precision bf16"
+    if work.startswith("personalising "):
+        return "lower batch_personal of the method"
+    return "lower the method's batch (--set method.NAME.batch=…), or use --precision bf16"
 
 
 def _one_seed(

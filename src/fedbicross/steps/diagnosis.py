@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 UNIFORM = 0.95  # normalised entropy of soft labels (at temperature 1) above which they hardly teach
 NO_STRUCTURE = 0.15  # lag-1 autocorrelation below which a batch is still noise
 COLLAPSED = 0.99  # one cluster's share of all cross-cluster weight
+GOOD_AGREEMENT = 0.9  # share of synthetic images of which student and teacher say the same
+MOST_REPEATS = 100  # FedISCA's number of trajectories
 STRIP_COLUMNS = 8
 MOST_POINTS = 200  # of a curve
 
@@ -138,8 +140,8 @@ def describe_synthesis(
         )
 
 
-def describe_student(record: Record, title: str, student_logits: Tensor, teacher_soft: Tensor) -> None:
-    """Does the student say what its teacher says, on finished synthetic images?"""
+def describe_student(record: Record, title: str, student_logits: Tensor, teacher_soft: Tensor) -> float:
+    """Does the student say what its teacher says, on finished synthetic images? The share where it does."""
     classes = teacher_soft.shape[-1]
     agreement = float((student_logits.argmax(-1) == teacher_soft.argmax(-1)).float().mean())
     record.add("scalars", f"{title}: student agrees with its teacher on synthetic images", round(agreement, 4))
@@ -148,6 +150,23 @@ def describe_student(record: Record, title: str, student_logits: Tensor, teacher
             f"{title}: the student has not learned its teacher (agreement {agreement:.0%} on synthetic images); "
             "raise the student's learning rate or the number of epochs or trajectories"
         )
+    return agreement
+
+
+def recommend_repeats(record: Record, setting: str, repeats: int, agreement: float) -> int:
+    """How many trajectories would bring the weakest student to `GOOD_AGREEMENT`, if disagreement falls as 1/√steps.
+
+    A rule of thumb from synthetic images alone: R (1−a)² / (1−0.9)², at least what was done and at most FedISCA's 100.
+    """
+    wanted = math.ceil(round(repeats * ((1 - agreement) / (1 - GOOD_AGREEMENT)) ** 2, 6))
+    wanted = max(repeats, min(wanted, MOST_REPEATS))
+    record.add("scalars", f"recommended {setting}", wanted)
+    if wanted > repeats:
+        record.warn(
+            f"the weakest student agrees with its teacher on {agreement:.0%} of the synthetic images; "
+            f"{setting}={wanted} should bring it to {GOOD_AGREEMENT:.0%} (now {repeats})"
+        )
+    return wanted
 
 
 def describe_weights(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
+from fedbicross.engine.fast import Captured
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import epoch_batches, split_validation
@@ -51,16 +52,22 @@ def distil_personal(
     cached = torch.cat([member_logits(networks, part, ctx.precision) for part in torch.split(images, 500)], dim=1)
     student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision)
     update = ctx.progress.start(f"personalising {client.label}", max(epochs, 1))
+    recorded: dict[int, Captured] = {}  # by batch size
+
+    def step(index: Tensor) -> list[Tensor]:
+        def loss_of(logits: Tensor) -> Tensor:
+            given = {"temperature": temperature, "gamma": gamma, "delta": delta}
+            return personal_loss(logits, labels[index], cached[0, index], cached[1, index], **given).total
+
+        loss, gradients = student.gradient(normalise(images[index]), loss_of)
+        student.update(gradients, lr, momentum, weight_decay)
+        return [loss]
+
     for epoch in range(epochs):
         for chosen in epoch_batches(len(rows), batch, ctx.rng("personal", client.name, f"epoch-{epoch}")):
             index = torch.from_numpy(rows[chosen]).to(ctx.device)
-
-            def loss_of(logits: Tensor, index: Tensor = index) -> Tensor:
-                given = {"temperature": temperature, "gamma": gamma, "delta": delta}
-                return personal_loss(logits, labels[index], cached[0, index], cached[1, index], **given).total
-
-            _, gradients = student.gradient(normalise(images[index]), loss_of)
-            student.update(gradients, lr, momentum, weight_decay)
+            run = recorded.setdefault(len(chosen), Captured(step, student.in_place)) if ctx.fast else step
+            run(index)
         update(epoch + 1, "")
     if not student.finite:
         raise MethodError("diverged", f"{client.label}: the personal weights are no longer finite; lower lr_personal")

@@ -375,6 +375,43 @@ def _benchmarks(_: str, page: Path, root: Path) -> str:
     return f"{table(('', 'what', 'value', 'unit'), rows, 'llrl')}\n\n{made}"
 
 
+def _gpu(what: str, page: Path, root: Path) -> str:
+    """Tables of `benchmarks/gpu.py`: steps, training, growth or agreement."""
+    del page
+    found = json.loads((root / "results" / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
+    versions, rate = found["versions"], found["bf16_tflops"]
+    made = f"{versions['device']}, torch {versions['torch']}, bf16 matrix rate {rate:.0f} TFLOP/s"
+    if what == "steps":
+        paths = ["as released, eager fp32", "plain fp32", "plain bf16", "fast bf16"]
+        rows = []
+        for step, entry in found["steps"].items():
+            times = [f"{entry[path]['ms']:.1f}" if path in entry else "" for path in paths]
+            ratio = f"{entry['plain fp32']['ms'] / entry['fast bf16']['ms']:.1f}x"
+            first, peak = f"{entry['fast bf16']['first_s']:.0f}", f"{entry['fast bf16']['peak_gb']:.1f}"
+            rows.append((step, ratio, *times, f"{entry['floor_ms']:.1f}", first, peak))
+        header = ("step", "plain fp32 / fast", *(f"{path}, ms" for path in paths), "floor, ms", "first, s", "peak, GB")
+        return f"{table(header, rows, 'l' + 'r' * 8)}\n\n{made}."
+    if what == "training":
+        entry = found["training"]
+        kinds = {
+            f"one after another, plain fp32 (from {entry['eager_fp32_measured_epochs']} epochs)": entry["eager_fp32_s"],
+            f"one after another, plain bf16 (from {entry['eager_fp32_measured_epochs']} epochs)": entry["eager_bf16_s"],
+            "side by side, fast bf16, compilation included": entry["fast_s"],
+            "side by side, fast bf16, compiled before": entry["fast_compiled_before_s"],
+        }
+        rows = [(name, f"{value:.1f}", f"{entry['eager_fp32_s'] / value:.1f}x") for name, value in kinds.items()]
+        return table(("five clients, 100 epochs", "seconds", "against plain fp32"), rows, "lrr")
+    if what == "agreement":
+        rows = [(name, f"{value:.2%}") for name, value in found["agreement"].items()]
+        return table(("difference from plain fp32, relative norm", ""), rows, "lr")
+    rows = [
+        (name, point["x"], f"{point['ms']:.1f}", f"{point['peak_gb']:.1f}", f"{entry['exponent']:.2f}")
+        for name, entry in found["growth"].items()
+        for point in entry["points"]
+    ]
+    return table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
+
+
 def _example(name: str, page: Path, root: Path) -> str:
     """The code of an example below its docstring."""
     text = (root / "examples" / f"{name}.py").read_text(encoding="utf-8")
@@ -396,5 +433,6 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "partitions": _partitions,
     "models": _models,
     "benchmarks/cpu": _benchmarks,
+    "benchmarks/gpu": _gpu,
     "example": _example,
 }

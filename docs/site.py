@@ -22,6 +22,8 @@ MENU = (
     ("docs/methods/index.md", "Methods"),
     ("docs/configuration.md", "Configuration"),
     ("docs/cli.md", "Command line"),
+    ("docs/results.md", "Results"),
+    ("docs/performance.md", "Performance"),
     ("docs/reproduce.md", "Reproduce"),
 )
 STYLE = """

@@ -165,6 +165,8 @@ class Context:
     event: Callable[..., None] = _no_event
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
+    _at_work: tuple[str, str] | None = None  # verb and name
+    _counted: tuple[float, float] = (0.0, 0.0)
     training_seconds: float = 0.0  # spent in local_model(), which methods share, so that no method is charged alone
 
     def rng(self, *names: str) -> np.random.Generator:
@@ -179,14 +181,18 @@ class Context:
     def measured(self, verb: str, name: str) -> Iterator[None]:
         """One call of a verb: a fresh record, kept when it succeeds, and its time, less the shared local training."""
         outer, self.record = self.record, Record()
-        began, trained = time.perf_counter(), self.training_seconds
+        self._at_work, self._counted = (verb, name), (time.perf_counter(), self.training_seconds)
         try:
             yield
             self.store.save(f"records/{verb}/{name}.json", canonical_json(self.record.as_json()).encode())
-            seconds = time.perf_counter() - began - (self.training_seconds - trained)
-            self.event(event=verb, scope=self.scope, name=name, seconds=max(seconds, 0.0))
+            self.event(event=verb, scope=self.scope, name=name, seconds=self._uncounted_seconds())
         finally:
-            self.record = outer
+            self.record, self._at_work = outer, None
+
+    def _uncounted_seconds(self) -> float:
+        """Time of the verb at work since this was last asked, less the shared local training in it."""
+        before, self._counted = self._counted, (time.perf_counter(), self.training_seconds)
+        return max(self._counted[0] - before[0] - (self._counted[1] - before[1]), 0.0)
 
     # --- checkpoints of named stages -----------------------------------------------------------------
 
@@ -202,6 +208,9 @@ class Context:
         from fedbicross.bundle import pack
 
         self.store.save(self._stage(name), pack("stage", tensors, info))
+        if self._at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
+            verb, what = self._at_work
+            self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self._uncounted_seconds())
 
     def save_stage_when_due(
         self, name: str, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]

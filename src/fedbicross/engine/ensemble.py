@@ -33,7 +33,10 @@ LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 Statistics = list[LayerStatistics]
 """One `LayerStatistics` for each client; empty for a client without BN."""
 
-_Mode = Literal["stored", "match", "batch", "measure", "given"]
+_Mode = Literal["stored", "match", "batch", "both", "measure", "given"]
+
+_PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
+"""Compiled passes, one per architecture, mode and precision, shared by all ensembles of the process."""
 
 
 class _Pass:
@@ -83,18 +86,24 @@ class _Norm(nn.Module):
         """
         current, wide = self.current, x if x.dtype == torch.float64 else x.float()
         mean, var = self.running_mean, self.running_var
-        if current.mode != "stored":
-            away = wide - mean.view(1, -1, 1, 1)
-            distance = away.mean((0, 2, 3))
-            seen = away.square().mean((0, 2, 3)) - distance.square()
-            if current.mode == "match":
-                current.seen.append((self.name, distance + mean, seen))
-            else:
-                mean, var = distance + mean, seen.clamp_min(0)
+        if current.mode == "stored":
+            return self._affine(wide, mean, var).to(x.dtype)
+        half = len(wide) // 2 if current.mode == "both" else 0  # the first half by the stored statistics
+        away = wide[half:] - mean.view(1, -1, 1, 1)
+        distance = away.mean((0, 2, 3))
+        seen = away.square().mean((0, 2, 3)) - distance.square()
+        if current.mode == "match":
+            current.seen.append((self.name, distance + mean, seen))
+            return self._affine(wide, mean, var).to(x.dtype)
+        batch = self._affine(wide[half:], distance + mean, seen.clamp_min(0))
+        out = batch if not half else torch.cat([self._affine(wide[:half], mean, var), batch])
+        return out.to(x.dtype)
+
+    def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        return (wide * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)).to(x.dtype)
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
 
 
 class Ensemble:
@@ -109,9 +118,7 @@ class Ensemble:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         self.precision, self.fast = precision, fast
         self._clients = [_private_copy(model) for model in models]
-        # Compiled passes, one per architecture and mode; recorded steps that belong to this ensemble.
-        self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
-        self.captured: dict[str, Any] = {}
+        self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
         if fast and precision == "bf16":  # as autocast would at each step
             for model, _ in self._clients:
                 _keep_in_bf16(model)
@@ -129,19 +136,14 @@ class Ensemble:
         if not indices:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         chosen = object.__new__(Ensemble)
-        chosen.precision, chosen.fast, chosen._functions, chosen.captured = (
-            self.precision,
-            self.fast,
-            self._functions,
-            {},
-        )
+        chosen.precision, chosen.fast, chosen.captured = self.precision, self.fast, {}
         chosen._clients = [self._clients[i] for i in indices]
         return chosen
 
     def logits(self, x: Tensor) -> Tensor:
         """[N,B,C] with the stored BN statistics (the original teachers)."""
         if self.fast:
-            return self._fast(x, "stored")[0][0]
+            return self._fast(x, "stored")[0]
         return self._stack(lambda model, _, x: model(x), x)
 
     def batch_logits(self, x: Tensor) -> Tensor:
@@ -149,13 +151,13 @@ class Ensemble:
 
         So does the noise-adapted teacher of the authors' released code (a copy left in train mode).
         """
-        return self._fast(x, "batch")[0][0] if self.fast else self._stack(_in_mode("batch"), x)
+        return self._fast(x, "batch")[0] if self.fast else self._stack(_in_mode("batch"), x)
 
     def both_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits` and `batch_logits`; the fast path runs all of them side by side."""
+        """`logits` and `batch_logits`; the fast path makes both in one pass over the batch and a copy of it."""
         if not self.fast:
             return self.logits(x), self.batch_logits(x)
-        (stored, batch), _ = self._fast(x, "stored", "batch")
+        stored, batch = self._fast(torch.cat([x, x]), "both")[0].chunk(2, dim=1)
         return stored, batch
 
     def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
@@ -176,8 +178,7 @@ class Ensemble:
         A client without BN has the term 0.
         """
         if self.fast:
-            (logits,), terms = self._fast(x, "match")
-            return logits, terms
+            return self._fast(x, "match")
         losses: list[Tensor] = []
 
         def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
@@ -217,24 +218,21 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, x: Tensor, *modes: _Mode) -> tuple[list[Tensor], Tensor]:
-        """[N,B,C] in each mode, and the BN terms [N] of the last: a compiled function per architecture and mode."""
+    def _fast(self, x: Tensor, mode: _Mode) -> tuple[Tensor, Tensor]:
+        """[N,B,C] and the BN terms [N], by one compiled function per architecture, clients side by side."""
         x = x.to(torch.bfloat16) if self.precision == "bf16" else x
         x = x.contiguous(memory_format=torch.channels_last)
 
-        def run(mode: _Mode, model: nn.Module, current: _Pass) -> tuple[Tensor, Tensor]:
+        def run(model: nn.Module, current: _Pass) -> tuple[Tensor, Tensor]:
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            key = (mode, *((name, tuple(value.shape)) for name, value in state.items()))
-            if key not in self._functions:
-                self._functions[key] = fast_path.compiled(_pass_function(model, current, mode))
-            logits, loss = self._functions[key](state, x)
+            key = (mode, self.precision, str(model))
+            if key not in _PASSES:
+                _PASSES[key] = fast_path.compiled(_pass_function(model, current, mode))
+            logits, loss = _PASSES[key](state, x)
             return logits, loss
 
-        jobs = [partial(run, mode, *client) for mode in modes for client in self._clients]
-        results = fast_path.side_by_side(jobs, x.device.type)
-        count = len(self._clients)
-        logits = [_stacked([logits for logits, _ in results[i : i + count]]) for i in range(0, len(results), count)]
-        return logits, torch.stack([loss for _, loss in results[-count:]])
+        results = fast_path.side_by_side([partial(run, *client) for client in self._clients], x.device.type)
+        return _stacked([logits for logits, _ in results]), torch.stack([loss for _, loss in results])
 
     def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU

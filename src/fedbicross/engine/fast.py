@@ -26,7 +26,14 @@ _streams: dict[int, list[torch.cuda.Stream]] = {}
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile`` for fixed shapes; nothing without a GPU, where no C++ compiler is promised."""
-    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
+    if not torch.cuda.is_available():
+        return function
+    import torch._dynamo as dynamo
+
+    # By default torch gives up, silently and slowly, at the ninth shape or network that one function meets.
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 256)
+    dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 1024)
+    return torch.compile(function, dynamic=False)
 
 
 class Captured:

@@ -234,14 +234,17 @@ class _Work:
         """One pass over the images; the sum of their losses, still on the device."""
         device = self.network.device
         summed, lr = torch.zeros((), device=device), scalar(rate, device)
-        for rows in epoch_batches(len(self.y), self.recipe.batch_size, rng):
-            kinds = rng.integers(0, 8, len(rows)) if self.recipe.augment else np.zeros(len(rows), np.int64)
-            inputs = (torch.from_numpy(rows).to(device), torch.from_numpy(kinds).to(device), lr)
+        batches = epoch_batches(len(self.y), self.recipe.batch_size, rng)
+        kinds = [rng.integers(0, 8, len(b)) if self.recipe.augment else np.zeros(len(b), np.int64) for b in batches]
+        # One copy for the whole epoch: a copy makes the host wait, and with it the other trainings.
+        drawn = torch.from_numpy(np.stack([np.concatenate(batches), np.concatenate(kinds)])).to(device)
+        for part in torch.split(drawn, [len(batch) for batch in batches], dim=1):
+            size = part.shape[1]
             if self.fast:
-                step = self.recorded.setdefault(len(rows), Captured(self._step, self.network.in_place))
-                summed += step(*inputs)[0]
+                step = self.recorded.setdefault(size, Captured(self._step, self.network.in_place))
+                summed += step(part[0], part[1], lr)[0]
             else:
-                summed += self._step(*inputs)[0]
+                summed += self._step(part[0], part[1], lr)[0]
         return summed
 
     def _step(self, rows: Tensor, kinds: Tensor, lr: Tensor) -> list[Tensor]:

@@ -126,6 +126,10 @@ def seconds_by_stage(
     trained = {e["key"]: e["seconds"] for e in events if e.get("event") == "trained"}
     keys = {key for record in row_records for key in record["local_models"]}
     out = {"local_training": sum(trained.get(key, 0.0) for key in sorted(keys))}
+    partial = [e for e in events if e.get("event") == "partial" and e["scope"] == ctx.scope]
     for verb in ("upload", "fuse", "personalize", "evaluate"):
         out[verb] = sum(seconds for (event, _), seconds in latest.items() if event == verb)
+        out[verb] += sum(
+            e["seconds"] for e in partial if e["verb"] == verb
+        )  # up to each checkpoint, also before a kill
     return {stage: round(value, 3) for stage, value in out.items()}

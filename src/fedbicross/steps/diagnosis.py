@@ -51,7 +51,10 @@ class Curves:
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
-        out = {f"curve/{name}": torch.stack(values).float().cpu() for name, values in self.values.items()}
+        out = {
+            f"curve/{name}": torch.stack([value.float().cpu() for value in values])
+            for name, values in self.values.items()
+        }
         return {**out, "curve_x": torch.tensor(self.x, dtype=torch.int64)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:

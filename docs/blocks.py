@@ -8,6 +8,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -255,11 +256,15 @@ def _command(name: str, function: Callable[..., Any]) -> str:
         if isinstance(info, typer.models.ArgumentInfo):
             arguments.append((key if default is inspect.Parameter.empty else f"[{key}]", info.help))
             continue
-        flag = (info.param_decls or [f"--{key.replace('_', '-')}"])[0]
-        if kind is bool and not info.param_decls:
+        # In Annotated typer keeps the first name as the "default" of the option.
+        named = [word for word in (info.default, *(info.param_decls or ())) if str(word).startswith("--")]
+        flag = (named or [f"--{key.replace('_', '-')}"])[0]
+        if kind is bool and not named:
             flag = f"{flag} / --no-{key.replace('_', '-')}"
         meaning = info.help or ""
-        if default not in (None, False):
+        if default is inspect.Parameter.empty:
+            meaning += " (required)"
+        elif default not in (None, False):
             shown = str(default).lower() if isinstance(default, bool) else str(default)
             meaning += f" (default: {shown})"
         options.append((f"`{flag}`", "" if kind is bool else _plain(kind), meaning))
@@ -279,6 +284,8 @@ def _plain(kind: Any) -> str:
         return _plain(parts[0])
     if get_origin(kind) is list:
         return f"{_type(parts[0])}, may be repeated"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return " or ".join(kind)
     return _type(kind)
 
 

@@ -20,6 +20,7 @@ MENU = (
     ("docs/data.md", "Data"),
     ("docs/models.md", "Models"),
     ("docs/methods/index.md", "Methods"),
+    ("docs/how-to/index.md", "How to"),
     ("docs/configuration.md", "Configuration"),
     ("docs/cli.md", "Command line"),
     ("docs/results.md", "Results"),

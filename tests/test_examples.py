@@ -10,8 +10,13 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-ARGUMENTS = {"quickstart": [], "own_images": ["20"], "own_method": ["40"]}
-SAYS = {"quickstart": "ensemble:class_weighted", "own_images": "report written: True", "own_method": "north: "}
+ARGUMENTS = {"quickstart": [], "own_images": ["20"], "own_method": ["40"], "three_hospitals_by_files": ["30"]}
+SAYS = {
+    "quickstart": "ensemble:class_weighted",
+    "own_images": "report written: True",
+    "own_method": "north: ",
+    "three_hospitals_by_files": "same bytes as a simulation: True",
+}
 
 
 def test_every_example_is_run() -> None:

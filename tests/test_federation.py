@@ -1,55 +1,18 @@
 from __future__ import annotations
 
-import ast
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import fedbicross
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import MethodError
 from fedbicross.federation import Client, Predictor, Reply, Upload, check_needs, file_name, in_order, simulate
 from fedbicross.methods import METHODS, create
+from imports import SOURCE, imports_of, modules_of, reachable
 from small import TINY_METHODS, tiny_clients, tiny_context
-
-SOURCE = Path(fedbicross.__file__).parent
-
-
-def modules_of(target: str) -> list[Path]:
-    """The file of a module; for a package every file in it, since its submodules may load lazily."""
-    path = SOURCE.joinpath(*target.split(".")[1:])
-    if path.is_dir():
-        return sorted(path.rglob("*.py"))
-    return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else []
-
-
-def imports_of(file: Path) -> set[str]:
-    """Every ``fedbicross`` module that a file imports, at its top or inside a function."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from fedbicross import steps` reaches steps; `from fedbicross.x import name` may reach x.name.
-            inner = {f"{node.module}.{alias.name}" for alias in node.names if modules_of(f"{node.module}.{alias.name}")}
-            found |= inner if node.module == "fedbicross" and inner else {node.module, *inner}
-    return {name for name in found if name.startswith("fedbicross.")}
-
-
-def reachable(start: list[Path]) -> set[Path]:
-    seen: set[Path] = set()
-    todo = list(start)
-    while todo:
-        file = todo.pop()
-        if file in seen:
-            continue
-        seen.add(file)
-        todo += [path for name in imports_of(file) for path in modules_of(name)]
-    return seen
 
 
 def test_nothing_reachable_from_any_fuse_imports_the_data_package() -> None:

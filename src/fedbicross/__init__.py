@@ -8,18 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["METHODS", "Dataset", "__version__", "load_dataset", "resume", "run", "simulate"]
+__all__ = ["METHODS", "Dataset", "__version__", "load_dataset", "load_model", "resume", "run", "simulate"]
 
 if TYPE_CHECKING:
     from fedbicross.api import resume, run
     from fedbicross.data import Dataset, load_dataset
     from fedbicross.federation import simulate
     from fedbicross.methods import METHODS
+    from fedbicross.transport.model_folder import load_model
 
 _HOMES = {
     "METHODS": "fedbicross.methods",
     "Dataset": "fedbicross.data",
     "load_dataset": "fedbicross.data",
+    "load_model": "fedbicross.transport.model_folder",
     "resume": "fedbicross.api",
     "run": "fedbicross.api",
     "simulate": "fedbicross.federation",

@@ -19,6 +19,9 @@ class FedBiCrossError(Exception):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type[FedBiCrossError], tuple[str, str]]:
+        return type(self), (self.code, self.args[0])  # so that it comes back whole from another process
+
     def __str__(self) -> str:
         return f"error[{self.code}]: {self.args[0]}"
 

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from fedbicross.bundle import pack, unpack
+from fedbicross.bundle import pack, unpack, validate
 from fedbicross.context import Context, Store, Task
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.settings import Settings
@@ -60,6 +60,31 @@ class Client:
         return self.name if len(self.name) <= 32 else self.name[:29] + "..."
 
 
+PREPROCESSING = validate.PREPROCESSING
+
+
+class _UploadManifest(Settings):
+    client: str
+    task: Task
+    preprocessing: str
+    class_counts: list[int] | None
+    num_samples: int | None
+    extra: dict[str, Any]
+    run_id: str | None
+
+
+class _ReplyManifest(Settings):
+    client: str | None
+    info: dict[str, Any]
+    run_id: str | None
+
+
+class _PredictorManifest(Settings):
+    task: Task
+    architectures: list[str]
+    combine: Literal["mean_logits", "mean_probs", "class_weighted"]
+
+
 @dataclass(frozen=True)
 class Upload:
     """The one file that leaves a hospital."""
@@ -70,15 +95,19 @@ class Upload:
     class_counts: Sequence[int] | None = None
     num_samples: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    run_id: str | None = None  # of a federation between sites: a bundle of another run is refused
+    preprocessing: str = PREPROCESSING
 
     def pack(self) -> bytes:
         """The bytes that leave."""
         info = {
             "client": self.client,
             "task": self.task.as_json(),
+            "preprocessing": self.preprocessing,
             "class_counts": None if self.class_counts is None else list(self.class_counts),
             "num_samples": self.num_samples,
             "extra": dict(self.extra),
+            "run_id": self.run_id,
         }
         return pack("upload", self.tensors, info)
 
@@ -86,8 +115,8 @@ class Upload:
     def unpack(cls, data: bytes) -> Upload:
         """Read an upload back."""
         tensors, info = unpack(data, "upload")
-        task = Task.from_json(info["task"])
-        return cls(info["client"], task, tensors, info["class_counts"], info["num_samples"], info["extra"])
+        manifest = validate.read_manifest(_UploadManifest, info)
+        return cls(tensors=tensors, **dict(manifest))
 
     @property
     def empty(self) -> bool:
@@ -101,15 +130,18 @@ class Reply:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    client: str | None = None  # whom it is for, and of which run, where it travels between sites
+    run_id: str | None = None
 
     def pack(self) -> bytes:
         """The bytes that come back."""
-        return pack("reply", self.tensors, self.info)
+        return pack("reply", self.tensors, {"client": self.client, "info": dict(self.info), "run_id": self.run_id})
 
     @classmethod
     def unpack(cls, data: bytes) -> Reply:
         """Read a reply back."""
-        return cls(*unpack(data, "reply"))
+        tensors, info = unpack(data, "reply")
+        return cls(tensors, **dict(validate.read_manifest(_ReplyManifest, info)))
 
     @property
     def empty(self) -> bool:
@@ -146,11 +178,11 @@ class Predictor:
     def unpack(cls, data: bytes) -> Predictor:
         """Read a final model back."""
         tensors, info = unpack(data, "predictor")
-        architectures = tuple(info["architectures"])
+        manifest = validate.read_manifest(_PredictorManifest, info)
+        architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
-        task = Task.from_json(info["task"])
         weights, constant = tensors.get("class_weights"), tensors.get("constant")
-        return cls(task, architectures, tuple(states), info["combine"], weights, constant)
+        return cls(manifest.task, architectures, tuple(states), manifest.combine, weights, constant)
 
 
 def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -165,6 +197,8 @@ def unpack_states(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, T
         prefix, _, rest = full.partition(".")
         if prefix == "model":
             index, _, name = rest.partition(".")
+            if index not in map(str, range(count)):
+                raise UploadError("tensor_list", f"tensor {full[:64]!r} belongs to none of the {count} networks")
             states[int(index)][name] = value
     return states
 
@@ -224,6 +258,18 @@ class Method(ABC, Generic[ConfigT]):
     @abstractmethod
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """At the client: the model that it will use."""
+
+    def check_upload(self, upload: Upload) -> None:
+        """At the server, before ``fuse``: refuse an upload of a stranger that makes no sense for this method.
+
+        Override it where an upload holds anything but one network of the task's architecture.
+        """
+        task = upload.task
+        validate.check_class_counts(upload.class_counts, len(task.classes), upload.num_samples)
+        if "weights" in self.needs:
+            validate.check_model_state(upload.tensors, task.model, task.channels, len(task.classes), task.image_size)
+        elif upload.tensors:
+            raise UploadError("extra_tensor", f"{self.name} takes no tensors, but the upload holds some")
 
 
 def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:

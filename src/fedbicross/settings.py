@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,15 +26,42 @@ def parse(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
     try:
         return cls(**values)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        # A misspelt key that is required is both unknown and missing; the first of these says what to do.
+        first = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])
         keys = [str(part) for part in first["loc"]]
         path = ".".join([where, *keys] if where else keys)
         if first["type"] == "extra_forbidden":
             raise ConfigError(
                 "unknown_key", f"unknown key {path!r}{nearest(keys[-1], _known(cls, keys[:-1]))}"
             ) from None
+        if first["type"] == "missing":
+            raise ConfigError("missing_key", f"{path!r} is missing") from None
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError("bad_value", f"{path}: {message} (got {_short(first['input'])})") from None
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file as a dict."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no_config", f"no configuration file {str(file)!r}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("bad_toml", f"{file}: {error}") from None
+
+
+def as_toml(settings: Settings) -> str:
+    """Fully resolved settings as TOML; what is not set is left out."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(settings.model_dump()))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _known(cls: type[BaseModel], path: list[str]) -> list[str]:

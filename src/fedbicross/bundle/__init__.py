@@ -1,5 +1,28 @@
-"""The trust boundary: how tensors and a manifest become one file, and how such a file is read back."""
+"""The trust boundary: how tensors and a manifest become one file, and how such a file is read back.
 
-from fedbicross.bundle.format import Tensors, join_groups, pack, take_group, unpack
+``pack``/``unpack`` (format), ``sign``/``verify_signature`` (who made it), ``read_file`` (one safe read),
+``validate`` (does it make sense), ``audit`` (what was accepted and refused).
+"""
 
-__all__ = ["Tensors", "join_groups", "pack", "take_group", "unpack"]
+from fedbicross.bundle.format import Header, Tensors, inspect, join_groups, pack, take_group, unpack
+from fedbicross.bundle.limits import OWN, REPLY, UPLOAD, Limits
+from fedbicross.bundle.read import list_bundles, read_file
+from fedbicross.bundle.sign import sign, verify_signature
+
+__all__ = [
+    "OWN",
+    "REPLY",
+    "UPLOAD",
+    "Header",
+    "Limits",
+    "Tensors",
+    "inspect",
+    "join_groups",
+    "list_bundles",
+    "pack",
+    "read_file",
+    "sign",
+    "take_group",
+    "unpack",
+    "verify_signature",
+]

@@ -29,7 +29,7 @@ def main() -> None:
     except KeyboardInterrupt:
         status = STOPPED
     if status == STOPPED:  # also typer's own answer to Ctrl-C
-        _fail("stopped; `fedbicross resume DIR` continues a run, the same command again a download", STOPPED)
+        _fail("stopped; `fedbicross resume DIR` continues a run, the same command again anything else", STOPPED)
     raise SystemExit(status or 0)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbicross.cli import data, demo, listing, report, resume, run, validate
+from fedbicross.cli import client, data, demo, federation, flower, listing, report, resume, run, server, validate
 
 # Base of every complaint about the words typed. Typer lost its public name for it when it took click in.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -45,3 +45,7 @@ app.command("report")(report.report)
 app.command("validate")(validate.validate)
 app.command("list")(listing.listing)
 app.add_typer(data.app, name="data")
+app.add_typer(federation.app, name="federation")
+app.add_typer(client.app, name="client")
+app.add_typer(server.app, name="server")
+app.add_typer(flower.app, name="flower")

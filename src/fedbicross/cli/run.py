@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+
+class Engine(StrEnum):
+    """Where the cells of a run are computed; the results are the same."""
+
+    local = "local"
+    ray = "ray"
 
 
 def run(
@@ -25,6 +33,9 @@ def run(
     baselines: Annotated[bool, typer.Option(help="also run majority, local_only, ensemble, centralised")] = True,
     out: Annotated[Path | None, typer.Option(help="folder of the run (default runs/<name>)")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier run in --out")] = False,
+    engine: Annotated[Engine, typer.Option(help="local, or ray: seeds and methods spread over its workers")] = (
+        Engine.local
+    ),
     assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
     json: Annotated[bool, typer.Option("--json", help="print results.json instead of the table")] = False,
 ) -> None:
@@ -54,6 +65,13 @@ def run(
     from fedbicross.runs import runner
 
     folder = out or Path("runs") / loaded.name
+    if engine is Engine.ray:
+        from fedbicross.runs import spread
+
+        if overwrite:
+            raise ConfigError("engine", "--engine ray does not overwrite; choose another --out")
+        run_and_report(lambda progress: spread.run(loaded, folder, "ray", progress), folder, json)
+        return
     run_and_report(lambda progress: runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
 
 

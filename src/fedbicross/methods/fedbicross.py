@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
+from fedbicross.bundle import join_groups, take_group, validate
 from fedbicross.context import Context
 from fedbicross.federation import Client, Predictor, Reply, Upload
 from fedbicross.methods.synthesis import (
@@ -157,6 +157,15 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         signature = steps.clustering.subspace_signature(images, torch.from_numpy(client.labels))
         tensors = {**upload.tensors, "pacfl.signature": signature.contiguous()}
         return Upload(upload.client, upload.task, tensors, upload.class_counts)
+
+    def check_upload(self, upload: Upload) -> None:
+        """One network; for PACFL also the subspaces, whose columns are pixels of the task's images."""
+        if self._pacfl:
+            task, classes = upload.task, len(upload.task.classes)
+            rows, most = task.channels * task.image_size**2, 3 * classes  # p = 3 directions a class
+            validate.check_matrix(upload.tensors, "pacfl.signature", rows, most)
+            upload = _without_signature(upload)
+        super().check_upload(upload)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Stages 1 and 2 of Algorithm 1."""

@@ -14,7 +14,9 @@ from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.federation import Method
 from fedbicross.methods import create
-from fedbicross.settings import Settings, parse
+from fedbicross.settings import Settings, as_toml, parse, read_toml
+
+__all__ = ["QUICK", "RunConfig", "as_toml", "check", "load_config", "merge", "parse_assignment", "read_toml"]
 
 QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
     "model": "resnet8",
@@ -140,16 +142,6 @@ def _exists(path: str) -> bool:
         return False
 
 
-def read_toml(file: Path) -> dict[str, Any]:
-    """A TOML file as a dict."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError("no_config", f"no configuration file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("bad_toml", f"{file}: {error}") from None
-
-
 def parse_assignment(text: str) -> dict[str, Any]:
     """``a.b=c`` as a nested dict; the value is TOML, or a plain string if it is not."""
     path, sign, value = text.partition("=")
@@ -172,16 +164,3 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
     return out
-
-
-def as_toml(config: RunConfig) -> str:
-    """The fully resolved configuration; what is not set is left out."""
-    import tomli_w
-
-    return tomli_w.dumps(_without_none(config.model_dump()))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value

@@ -1,0 +1,215 @@
+"""`fedbicross client`: what a hospital does. Keys, training, and a look at what leaves; the rest is in client_model."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbicross.cli import client_model
+from fedbicross.cli.exchange import (
+    FEDERATION,
+    WORK,
+    DeviceOption,
+    FederationOption,
+    JsonOption,
+    ThreadsOption,
+    WorkOption,
+)
+
+if TYPE_CHECKING:
+    from fedbicross.bundle import Header
+    from fedbicross.transport.federation_file import FederationFile
+
+app = typer.Typer(help="What a hospital does: train, send, receive, use.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def keygen(
+    out: Annotated[Path, typer.Option(help="file of the private key; the public one gets the ending .pub")],
+    json: JsonOption = False,
+) -> None:
+    """Make the site's key pair."""
+    from fedbicross.cli import exchange
+
+    exchange.keygen(out, json)
+
+
+@app.command()
+def train(
+    data: Annotated[str, typer.Option(help="folder of class folders, CSV manifest or .npz file")],
+    key: Annotated[Path, typer.Option(help="the site's private key")],
+    federation: FederationOption = FEDERATION,
+    name: Annotated[str | None, typer.Option(help="the site's name (default: whose key this is)")] = None,
+    out: Annotated[Path | None, typer.Option(help="the file to send (default: <name>.safetensors)")] = None,
+    work: WorkOption = WORK,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train on the site's own images and write the one file that leaves."""
+    from fedbicross.bundle.keys import load_private_key, public_text
+    from fedbicross.cli.exchange import check_new, site_work, write_new
+    from fedbicross.cli.show import print_json, progress
+    from fedbicross.errors import ConfigError
+    from fedbicross.federation import file_name
+    from fedbicross.transport import files
+
+    agreed = files.load_federation(federation)
+    private = load_private_key(key)
+    owners = {text: owner for owner, text in agreed.clients.items()}
+    site = name or owners.get(public_text(private))
+    if site is None:
+        raise ConfigError("wrong_key", f"the federation file lists no site with the key in {key}")
+    folder = site_work(work, agreed, site)
+    target = out or Path(f"{file_name(site)}.safetensors")
+    kept = folder / files.SENT
+    check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
+    from fedbicross.transport.site_data import load_site
+
+    client, held_out = load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
+    _threads(threads)
+    with progress() as shown:
+        shown.say(f"{site}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
+        sent = files.make_upload(agreed, client, private, folder, shown, device=device)
+    write_new(target, sent)
+    if json:
+        print_json({"path": str(target), "client": site, "run": agreed.run, **_facts(sent)})
+        return
+    print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
+    print(f"what leaves: {agreed.build().leaves}")
+    print(f"look at it:  fedbicross client show {target}")
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="an upload or a reply")],
+    federation: FederationOption = FEDERATION,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say in words what exactly a file holds; nothing in it is used."""
+    from fedbicross.bundle import REPLY, inspect, read_file
+    from fedbicross.cli.exchange import print_table
+    from fedbicross.cli.show import print_json
+    from fedbicross.transport.federation_file import load_federation
+
+    data = read_file(file)
+    header = inspect(data, REPLY)
+    agreed = load_federation(federation) if federation.is_file() or federation != FEDERATION else None
+    if json:
+        print_json({**_facts(data), **_described(header), "checked": _verdict(data, header, agreed)})
+        return
+    print_table(str(file), ("what", "content"), _words(data, header, agreed))
+    if tensors:
+        rows = [
+            (name, info.dtype, " × ".join(map(str, info.shape)) or "one number", f"{info.end - info.start:,}")
+            for name, info in header.tensors.items()
+        ]
+        print_table("tensors", ("name", "type", "shape", "bytes"), rows)
+
+
+app.command()(client_model.personalize)
+app.command()(client_model.predict)
+app.command()(client_model.evaluate)
+
+
+def _threads(threads: int | None) -> None:
+    from fedbicross.cli.exchange import set_threads
+
+    set_threads(threads)
+
+
+def _facts(data: bytes) -> dict[str, Any]:
+    import hashlib
+
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _described(header: Header) -> dict[str, Any]:
+    sizes = {name: info.end - info.start for name, info in header.tensors.items()}
+    return {"kind": header.kind, "manifest": header.manifest, "signer": header.signer, "tensors": sizes}
+
+
+def _verdict(data: bytes, header: Header, agreed: FederationFile | None) -> str:
+    """What the receiver of this file would say of it."""
+    from fedbicross.cli.exchange import verdict
+    from fedbicross.errors import FedBiCrossError
+    from fedbicross.transport import files
+
+    if agreed is None:
+        return "not checked: no federation file given"
+    try:
+        if header.kind == "upload":
+            files.verify_upload(agreed, data)
+        else:
+            files.open_reply(agreed, data, str(header.manifest.get("client")))
+    except FedBiCrossError as error:
+        return verdict(error)
+    return "ok"
+
+
+def _words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tuple[str, str]]:
+    """The file line by line, for somebody who has to sign that it may leave."""
+    from fedbicross.bundle.keys import fingerprint
+    from fedbicross.errors import ConfigError
+
+    manifest = header.manifest
+    try:
+        signer = "nobody" if header.signer is None else fingerprint(header.signer)
+    except ConfigError:
+        signer = "no readable key"
+    rows = [("kind", header.kind), ("bytes", f"{len(data):,}"), ("SHA-256", str(_facts(data)["sha256"]))]
+    rows += [("run", str(manifest.get("run_id"))), ("signed by the key", signer)]
+    rows += [("from" if header.kind == "upload" else "to", str(manifest.get("client")))]
+    rows += _networks(header)
+    if header.kind == "upload":
+        rows += [("images per class", _counts(manifest)), ("number of images", _plain(manifest.get("num_samples")))]
+        rows += [("further numbers and words", _plain(manifest.get("extra")))]
+    else:
+        rows += [("further numbers and words", _plain(manifest.get("info")))]
+    if agreed is not None:
+        rows += [("the method says", agreed.build().leaves if header.kind == "upload" else "a reply of the server")]
+    return [*rows, ("checked", _verdict(data, header, agreed))]
+
+
+def _networks(header: Header) -> list[tuple[str, str]]:
+    """Which tensors are the weights of a network, which its statistics, and which are something else."""
+    from fedbicross.bundle.validate import model_tensors
+    from fedbicross.errors import UploadError
+
+    def weigh(names: list[str]) -> str:
+        count, total = len(names), sum(header.tensors[n].end - header.tensors[n].start for n in names)
+        return f"{count} tensor(s), {total:,} bytes"
+
+    task = header.manifest.get("task") or {}
+    known: set[str] = set()
+    with contextlib.suppress(UploadError, KeyError, TypeError):
+        known = set(model_tensors(task["model"], task["channels"], len(task["classes"]), task["image_size"]))
+    rest = [name for name in header.tensors if name not in known]
+    if not known:
+        return [("tensors", weigh(rest))]
+    weights = [name for name in header.tensors if name in known and not _statistic(name)]
+    statistics = [name for name in header.tensors if name in known and _statistic(name)]
+    return [
+        (f"weights of a {task['model']}", weigh(weights)),
+        ("means and variances of its features on the site's images", weigh(statistics)),
+        ("tensors that are no part of the network", f"{weigh(rest)}: {', '.join(rest)}" if rest else "none"),
+    ]
+
+
+def _statistic(name: str) -> bool:
+    return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def _counts(manifest: dict[str, Any]) -> str:
+    counts, task = manifest.get("class_counts"), manifest.get("task") or {}
+    if counts is None:
+        return "not in the file"
+    return ", ".join(f"{name}: {count}" for name, count in zip(task.get("classes", ()), counts, strict=False))
+
+
+def _plain(value: object) -> str:
+    return "not in the file" if value in (None, {}, []) else str(value)

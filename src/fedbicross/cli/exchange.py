@@ -1,0 +1,133 @@
+"""What the verbs of `federation`, `client` and `server` share: options, places, keys and tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedbicross.errors import ConfigError, FedBiCrossError, RunError
+
+if TYPE_CHECKING:
+    from fedbicross.transport.federation_file import FederationFile
+
+FederationOption = Annotated[Path, typer.Option("--federation", help="the file that all sites agreed on")]
+WorkOption = Annotated[Path, typer.Option(help="where unfinished and private work is kept, by run")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads (default: torch's choice)")]
+JsonOption = Annotated[bool, typer.Option("--json", help="for programs")]
+
+FEDERATION = Path("federation.toml")
+WORK = Path("fedbicross-work")
+
+
+def site_work(work: Path, federation: FederationFile, name: str) -> Path:
+    """Where a site keeps its work for this run."""
+    from fedbicross.federation import file_name
+
+    return work / federation.run_id / "clients" / file_name(name)
+
+
+def server_work(work: Path, federation: FederationFile) -> Path:
+    """Where the server keeps its work for this run."""
+    return work / federation.run_id / "server"
+
+
+def set_threads(threads: int | None) -> None:
+    """Fix torch's threads, if asked to."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def keygen(out: Path, as_json: bool) -> None:
+    """Make a key pair: the private file for its owner only, and the public text beside it."""
+    from fedbicross.bundle import keys
+    from fedbicross.cli.show import print_json
+
+    public = out.with_name(f"{out.stem}.pub")
+    if public.exists():
+        raise ConfigError("key_exists", f"{public} exists; a key is never overwritten: choose another name")
+    key = keys.generate_key()
+    keys.save_private_key(out, key)
+    text = keys.public_text(key)
+    write_new(public, f"{text}\n".encode())
+    if as_json:
+        print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": keys.fingerprint(text)})
+        return
+    print(f"private key: {out} (never give it away, never copy it to another machine)")
+    print(
+        f"public key:  {public}\n  {text}\n  fingerprint {keys.fingerprint(text)} (read it out when you hand it over)"
+    )
+
+
+def read_public(value: str) -> str:
+    """A public key given as text, or as the path of a ``.pub`` file."""
+    from fedbicross.bundle import keys
+
+    text = value.strip()
+    if not text.startswith(keys.PREFIX):
+        try:
+            with Path(text).open("rb") as file:
+                text = file.read(4096).decode("ascii", "replace").strip()
+        except (OSError, ValueError):
+            raise ConfigError("no_key", f"{value!r} is neither a public key nor the path of a .pub file") from None
+    keys.parse_public(text)
+    return text
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file all at once; one with other content is never replaced."""
+    from fedbicross.runs.store import write_atomic
+
+    check_new(path, data)
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise RunError("cannot_write", f"cannot write {path}: {error.strerror or error}") from None
+
+
+def check_new(path: Path, data: bytes | None = None) -> None:
+    """Refuse to replace anything but the same bytes."""
+    if path.is_file() and data is not None and path.stat().st_size == len(data) and path.read_bytes() == data:
+        return
+    if path.exists() or path.is_symlink():
+        raise RunError("exists", f"{path} exists already and is something else; choose another --out, or remove it")
+
+
+def site_name(federation: FederationFile, work: Path, name: str | None) -> str:
+    """The site's name: as given, or the only one that has work here for this run."""
+    if name is not None:
+        from fedbicross.transport.federation_file import find_client
+
+        find_client(federation, name)
+        return name
+    here = [known for known in federation.clients if site_work(work, federation, known).is_dir()]
+    if len(here) != 1:
+        found = f"several sites have work in {work}: {', '.join(here)}" if here else f"no site has work in {work}"
+        raise ConfigError("which_site", f"{found}; say which one you are with --name")
+    return here[0]
+
+
+def verdict(error: FedBiCrossError | None) -> str:
+    """A file's fate in a table."""
+    return "ok" if error is None else f"refused, {error.code}: {error.args[0]}"
+
+
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on standard output; names are text, whatever signs they hold."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    for column in header:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(Text(" ".join(str(cell).split())) for cell in row))
+    console = Console() if sys.stdout.isatty() else Console(width=150)  # a pipe has no width of its own
+    console.print(table, markup=False)

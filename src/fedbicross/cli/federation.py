@@ -1,0 +1,113 @@
+"""`fedbicross federation`: write down what all sites agree on, and read it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedbicross.cli.exchange import FEDERATION, JsonOption
+
+app = typer.Typer(help="Set up a federation of real sites.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def init(
+    classes: Annotated[str, typer.Option(help="class names, comma-separated, in the order of the outputs")],
+    server: Annotated[str, typer.Option(help="the server's public key, or its .pub file")],
+    client: Annotated[list[str], typer.Option(help="NAME=KEY for each site; KEY is a public key or a .pub file")],
+    out: Annotated[Path, typer.Option(help="the file to write")] = FEDERATION,
+    run_id: Annotated[str | None, typer.Option(help="name of this run (default: a random one)")] = None,
+    image_size: Annotated[int, typer.Option(help="pixels per side")] = 28,
+    channels: Annotated[int, typer.Option(help="1: grey, 3: RGB")] = 3,
+    model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
+    method: Annotated[str, typer.Option(help="name or name:variant")] = "fedbicross",
+    epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
+    seed: Annotated[int, typer.Option(help="of every random stream")] = 0,
+    quorum: Annotated[int | None, typer.Option(help="uploads that the server waits for (default: all)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="small settings for a rehearsal")] = False,
+    assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write federation.toml, to be given to every site."""
+    from fedbicross.bundle.keys import fingerprint
+    from fedbicross.cli.exchange import read_public, write_new
+    from fedbicross.cli.show import print_json
+    from fedbicross.errors import ConfigError
+    from fedbicross.runs.config import QUICK, merge, parse_assignment
+    from fedbicross.transport.federation_file import federation_text, new_federation
+
+    sites: dict[str, str] = {}
+    for text in client:
+        name, sign, key = text.partition("=")
+        if not sign or not name.strip():
+            raise ConfigError("bad_client", f"--client {text!r}: expected NAME=KEY")
+        if name.strip() in sites:
+            raise ConfigError("bad_client", f"--client: {name.strip()!r} is named twice")
+        sites[name.strip()] = read_public(key)
+    values: dict[str, Any] = {key: QUICK[key] for key in ("model", "training")} if quick else {}
+    given = {
+        "model": model,
+        "run_id": run_id,
+        "quorum": quorum,
+        "training": {} if epochs is None else {"epochs": epochs},
+    }
+    values = merge(values, {key: value for key, value in given.items() if value not in (None, {})})
+    for text in assign or []:
+        values = merge(values, parse_assignment(text))
+    fixed = {"image_size": image_size, "channels": channels, "method": method, "seed": seed, "quick": quick}
+    federation = new_federation(
+        classes=[name.strip() for name in classes.split(",") if name.strip()],
+        server=read_public(server),
+        clients=sites,
+        **{**fixed, **values},
+    )
+    write_new(out, federation_text(federation).encode())
+    if json:
+        print_json({"path": str(out), "run_id": federation.run_id, "fingerprint": federation.fingerprint})
+        return
+    print(f"{out}: run {federation.run_id}, {len(sites)} sites, {federation.method}")
+    print(f"fingerprint: {federation.fingerprint}")
+    for name, key in sites.items():
+        print(f"  {name}: {fingerprint(key)}")
+    print("Give this file to every site; each compares the fingerprint with you by telephone before it trains.")
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="the federation file")] = FEDERATION,
+    json: JsonOption = False,
+) -> None:
+    """Check a federation file and say in words what was agreed."""
+    from fedbicross.bundle.keys import fingerprint
+    from fedbicross.cli.exchange import print_table
+    from fedbicross.cli.show import print_json
+    from fedbicross.transport.federation_file import load_federation
+
+    federation = load_federation(file)
+    method = federation.build()
+    if json:
+        resolved = {**federation.model_dump(), "settings": method.config.model_dump()}
+        print_json({**resolved, "fingerprint": federation.fingerprint, "run": federation.run, "leaves": method.leaves})
+        return
+    counts = federation.class_counts
+    small = (
+        f"counts below {counts.smallest}: {counts.below.replace('_', ' ')}" if counts.smallest else "sent as they are"
+    )
+    rows = [
+        ("fingerprint", federation.fingerprint),
+        ("run", federation.run),
+        ("classes", ", ".join(federation.classes)),
+        ("images", f"{federation.image_size} px, {federation.channels} channel(s)"),
+        ("model", federation.model),
+        ("method", f"{federation.method}: {method.summary}"),
+        ("training", f"{federation.training.recipe} recipe, {federation.training.epochs} epochs"),
+        ("what leaves", method.leaves),
+        ("class counts", small if counts.send else "never leave"),
+        ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
+        ("quorum", f"{federation.quorum} of {len(federation.clients)}"),
+        ("server", fingerprint(federation.server)),
+        *((f"site {name}", fingerprint(key)) for name, key in federation.clients.items()),
+    ]
+    print_table(str(file), ("agreed", "value"), rows)

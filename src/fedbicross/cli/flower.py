@@ -1,0 +1,122 @@
+"""`fedbicross flower`: the same files over a network, on Flower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedbicross.cli.exchange import FEDERATION, WORK, DeviceOption, FederationOption, JsonOption, WorkOption
+
+app = typer.Typer(
+    help="Carry uploads and replies over a network with Flower.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.command()
+def certificates(
+    host: Annotated[
+        list[str], typer.Option(help="name or address by which sites reach the server; repeat for several")
+    ],
+    out: Annotated[Path, typer.Option(help="folder for ca.crt, server.crt and server.key")] = Path("certificates"),
+) -> None:
+    """At the server: make the certificates for TLS. Sites get ca.crt only."""
+    from fedbicross.transport.flower.deploy import CA, make_certificates
+
+    make_certificates(out, host)
+    print(f"{out}: give {CA} to every site, keep the rest")
+
+
+@app.command("node-key")
+def node_key(
+    out: Annotated[Path, typer.Option(help="the private file; .pub is put beside it")] = Path("node.key"),
+) -> None:
+    """At a site: make the key by which its node is let in."""
+    from fedbicross.transport.flower.deploy import make_node_key
+
+    make_node_key(out)
+    print(f"{out}: keep it; send {out}.pub to the server")
+
+
+@app.command()
+def up(
+    key: Annotated[Path, typer.Option(help="the server's private key, which signs the replies")],
+    federation: FederationOption = FEDERATION,
+    certificates: Annotated[Path, typer.Option(help="folder made by `flower certificates`")] = Path("certificates"),
+    work: WorkOption = WORK,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the only port that sites need to reach")] = 8000,
+    device: DeviceOption = "auto",
+) -> None:
+    """At the server: start the SuperLink behind a gate that lets only nodes in, and stay; Ctrl-C ends it."""
+    from fedbicross.transport.flower import deploy
+    from fedbicross.transport.flower.places import server_settings
+
+    places = server_settings(federation=federation, key=key, work=work, device=device)
+    link, gate = deploy.superlink(places, certificates, host, port)
+    gate.begin()
+    link.become()
+
+
+@app.command()
+def admit(
+    public_key: Annotated[Path, typer.Argument(help="a site's node key (.pub)")],
+    name: Annotated[str, typer.Option(help="the site's name in the federation file")],
+    work: WorkOption = WORK,
+) -> None:
+    """At the server: let a site's node in."""
+    from fedbicross.transport.flower.deploy import register
+
+    register(work, public_key, name)
+    print(f"{name} may connect")
+
+
+@app.command()
+def join(
+    server: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink")],
+    key: Annotated[Path, typer.Option(help="the site's private key, which signs its upload")],
+    data: Annotated[Path, typer.Option(help="the site's images: folder, CSV manifest or .npz")],
+    ca: Annotated[Path, typer.Option(help="ca.crt of the server")] = Path("ca.crt"),
+    node_key: Annotated[Path, typer.Option(help="key made by `flower node-key`")] = Path("node.key"),
+    federation: FederationOption = FEDERATION,
+    work: WorkOption = WORK,
+    device: DeviceOption = "auto",
+) -> None:
+    """At a site: start the SuperNode and stay; it answers when the server asks."""
+    from fedbicross.transport.flower import deploy
+    from fedbicross.transport.flower.places import site_settings
+
+    places = site_settings(federation=federation, key=key, work=work, data=data, device=device)
+    if deploy.lock_is_void():
+        typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
+    deploy.supernode(places, server, ca, node_key).become()
+
+
+@app.command()
+def run(
+    work: WorkOption = WORK,
+    deadline_hours: Annotated[float, typer.Option(help="the run ends after this, whoever is missing")] = 72.0,
+    grace_hours: Annotated[float, typer.Option(help="with the quorum there: how long the rest is waited for")] = 24.0,
+    json: JsonOption = False,
+) -> None:
+    """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
+    from fedbicross.cli.show import print_json
+    from fedbicross.settings import parse
+    from fedbicross.transport.flower import deploy
+    from fedbicross.transport.flower.places import Waiting
+
+    hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
+    summary = deploy.run(work, parse(Waiting, hours), lambda line: typer.echo(line, err=True))
+    if json:
+        print_json(summary)
+        return
+    for site, state in sorted(summary["delivered"].items()):
+        print(f"{site}: {state.replace('_', ' ')}")
+    for label, words in (
+        ("missing", "no upload"),
+        ("late", "upload came too late"),
+        ("undelivered", "reply waits here"),
+    ):
+        for site in summary[label]:
+            print(f"{site}: {words}")

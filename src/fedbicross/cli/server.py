@@ -1,0 +1,157 @@
+"""`fedbicross server`: what the server does. It never sees an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbicross.cli.exchange import (
+    FEDERATION,
+    WORK,
+    DeviceOption,
+    FederationOption,
+    JsonOption,
+    ThreadsOption,
+    WorkOption,
+)
+
+if TYPE_CHECKING:
+    from fedbicross.transport.federation_file import FederationFile
+    from fedbicross.transport.files import Received
+
+app = typer.Typer(help="What the server does: check uploads, fuse them.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def keygen(
+    out: Annotated[Path, typer.Option(help="file of the private key; the public one gets the ending .pub")],
+    json: JsonOption = False,
+) -> None:
+    """Make the server's key pair."""
+    from fedbicross.cli import exchange
+
+    exchange.keygen(out, json)
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path], typer.Argument(help="uploads, or folders of them")],
+    federation: FederationOption = FEDERATION,
+    json: JsonOption = False,
+) -> None:
+    """Check uploads one by one and use none; ends with 5 if any is refused."""
+    from fedbicross.bundle import UPLOAD, read_file
+    from fedbicross.cli.exchange import print_table, verdict
+    from fedbicross.cli.show import print_json
+    from fedbicross.errors import FedBiCrossError, MethodError, UploadError
+    from fedbicross.transport.files import load_federation, verify_upload
+
+    agreed = load_federation(federation)
+    paths, ignored = _uploads(files)
+    rows: list[dict[str, Any]] = []
+    for path in paths:  # one at a time: a thousand uploads take the memory of one
+        entry: dict[str, Any] = {"file": str(path), "client": None}
+        error: FedBiCrossError | None = None
+        try:
+            entry["client"] = verify_upload(agreed, read_file(path, UPLOAD)).client
+        except (UploadError, MethodError) as caught:
+            error = caught
+        rows.append({**entry, "ok": error is None, "code": error.code if error else None, "verdict": verdict(error)})
+    good = {row["client"] for row in rows if row["ok"]}
+    missing = [name for name in agreed.clients if name not in good]
+    if json:
+        print_json({"files": rows, "missing": missing, "ignored": ignored, "quorum": agreed.quorum})
+    else:
+        shown = [(row["file"], row["client"] or "?", row["verdict"]) for row in rows]
+        print_table(f"uploads to run {agreed.run_id}", ("file", "client", "verdict"), shown)
+        absent = ", ".join(missing) or "none"
+        print(f"{len(good)} of {len(agreed.clients)} sites, quorum {agreed.quorum}; missing: {absent}")
+        for line in ignored:
+            print(f"not looked at: {line}")
+    if not all(row["ok"] for row in rows) or not rows:
+        raise typer.Exit(UploadError.exit_status)
+
+
+@app.command()
+def fuse(
+    uploads: Annotated[list[Path], typer.Argument(help="the folder of uploads, or the files")],
+    key: Annotated[Path, typer.Option(help="the server's private key")],
+    out: Annotated[Path, typer.Option(help="folder for the replies, one file a site")] = Path("replies"),
+    federation: FederationOption = FEDERATION,
+    quorum: Annotated[int | None, typer.Option(min=1, help="fuse with so few uploads (default: as agreed)")] = None,
+    work: WorkOption = WORK,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
+    from fedbicross.bundle.keys import load_private_key
+    from fedbicross.cli.exchange import check_new, server_work, set_threads, write_new
+    from fedbicross.cli.show import print_json, progress
+    from fedbicross.federation import file_name
+    from fedbicross.transport import files
+
+    agreed = files.load_federation(federation)
+    private = load_private_key(key)
+    paths, ignored = _uploads(uploads)
+    set_threads(threads)
+    with progress() as shown:
+        for line in ignored:
+            shown.say(f"not looked at: {line}")
+        received = files.receive(agreed, {str(path): path for path in paths})
+        folder = server_work(work, agreed)
+        replies = files.fuse_received(agreed, received, folder, private, shown, quorum=quorum, device=device)
+    targets = {name: out / f"{file_name(name)}.safetensors" for name in replies}
+    for name, target in targets.items():  # all or none
+        check_new(target, replies[name])
+    for name, target in targets.items():
+        write_new(target, replies[name])
+    rows = _fates(agreed, received, {name: str(target) for name, target in targets.items()})
+    if json:
+        print_json(
+            {"sites": rows, "refused": _refused(received), "ignored": ignored, "audit": str(folder / files.AUDIT)}
+        )
+        return
+    from fedbicross.cli.exchange import print_table
+
+    print_table(f"run {agreed.run_id}", ("site", "upload", "reply"), [list(row.values()) for row in rows])
+    if received.refused:
+        print_table("refused", ("file", "why"), [(row["file"], row["why"]) for row in _refused(received)])
+    print(f"audit log: {folder / files.AUDIT}")
+
+
+def _uploads(given: list[Path]) -> tuple[list[Path], list[str]]:
+    """The files to look at, and a line about everything else that lies in the folders."""
+    from fedbicross.bundle import list_bundles
+
+    paths: list[Path] = []
+    ignored: list[str] = []
+    for path in given:
+        if path.is_dir():
+            found = list_bundles(path)
+            paths += found.bundles
+            ignored += found.ignored
+        else:
+            paths.append(path)
+    return list(dict.fromkeys(paths)), ignored
+
+
+def _fates(agreed: FederationFile, received: Received, replies: dict[str, str]) -> list[dict[str, str]]:
+    """What became of each site."""
+    rows = []
+    for name in agreed.clients:
+        upload = received.sources.get(name, "kept from before" if name in replies else "missing")
+        reply = replies.get(name, "none: it came too late" if name in received.uploads else "none")
+        rows.append({"site": name, "upload": upload, "reply": reply})
+    return rows
+
+
+def _refused(received: Received) -> list[dict[str, str]]:
+    from fedbicross.cli.exchange import verdict
+
+    return [
+        {"file": source, "code": entry.error.code, "why": verdict(entry.error)}
+        for source, entry in received.refused.items()
+    ]

@@ -1,0 +1,150 @@
+"""The cells of a run, seed by seed and method by method, spread over processes or machines.
+
+Each cell is a small run in a folder of its own under ``<out>.parts``; at the end their files are put together and the
+ordinary ``resume`` makes the results from them. So the engine cannot change a result, and a killed spread goes on where
+it stopped. Training alone comes first in every seed: its networks are those that all other methods of that seed share.
+
+With Ray the cells run wherever its workers are. All of them must see the run's folder and the data under the same path,
+as on one machine or a shared disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedbicross.context import Progress, Silent
+from fedbicross.errors import ConfigError, RunError
+from fedbicross.runs import runner
+from fedbicross.runs.config import RunConfig, as_toml
+from fedbicross.runs.store import DiskStore, write_atomic
+
+Engine = Literal["local", "ray"]
+SHARED = "local_only"
+_NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", ".lock"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of work: some methods of one seed, beginning with the files of an earlier cell."""
+
+    config: RunConfig
+    folder: str
+    begins_with: str | None = None
+
+    def work(self) -> str:
+        """Run it, or the rest of it, and return its folder."""
+        folder = Path(self.folder)
+        _begin(folder, self.config, [Path(self.begins_with)] if self.begins_with else [])
+        runner.resume(folder)
+        return self.folder
+
+
+def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progress | None = None) -> dict[str, Any]:
+    """The results of ``runner.run``, with the cells spread over ``engine``."""
+    progress = progress or Silent()
+    if config.data.name.startswith("python:"):
+        raise ConfigError("engine", "a run on arrays from Python cannot be spread; save them as an .npz file first")
+    if out.exists() and any(out.iterdir()):
+        raise RunError(
+            "exists", f"{out} exists already; `fedbicross resume {out}` continues it, or choose another --out"
+        )
+    spread = _local if engine == "local" else _ray(config)
+    parts = out.with_name(f"{out.name}.parts")
+    first, then = cells(config, parts)
+    update = progress.start(f"cells ({engine})", len(first) + len(then))
+    finished: list[str] = []
+    for group in (first, then):
+        for folder in spread(group):
+            finished.append(folder)
+            update(len(finished), Path(folder).name)
+    _begin(out, config, [Path(folder) for folder in sorted(finished)])
+    results = runner.resume(out, progress=progress)
+    shutil.rmtree(parts, ignore_errors=True)
+    return results
+
+
+def cells(config: RunConfig, parts: Path) -> tuple[list[Cell], list[Cell]]:
+    """What can run at once from the start, and what can run at once after that."""
+    specs = config.all_methods()
+    if SHARED not in specs:  # nothing that methods could share: a cell is a whole seed
+        return [Cell(_only(config, seed, specs), str(parts / f"seed-{seed}")) for seed in config.seeds], []
+    first, then = [], []
+    for seed in config.seeds:
+        alone = Cell(_only(config, seed, [SHARED]), str(parts / f"seed-{seed}.{SHARED}"))
+        first.append(alone)
+        for spec in specs:
+            if spec != SHARED:
+                folder = parts / f"seed-{seed}.{spec.replace(':', '+')}"
+                then.append(Cell(_only(config, seed, [SHARED, spec]), str(folder), alone.folder))
+    return first, then
+
+
+def _only(config: RunConfig, seed: int, specs: Sequence[str]) -> RunConfig:
+    """The same run with one seed and these methods."""
+    known = {spec.partition(":")[0] for spec in specs} | set(specs)
+    method = {name: table for name, table in config.method.items() if name in known}
+    return config.model_copy(update={"seeds": [seed], "baselines": [], "methods": list(specs), "method": method})
+
+
+def _begin(folder: Path, config: RunConfig, sources: Sequence[Path]) -> None:
+    """A run's folder that holds the finished work of others; config.toml comes last, as it marks a run."""
+    if (folder / "config.toml").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    store = DiskStore(folder)
+    events = []
+    for source in sources:
+        for path in sorted(source.rglob("*")):
+            name = path.relative_to(source)
+            wanted = path.is_file() and name.parts[0] not in (*_NOT_COPIED, "objects")
+            if wanted and not path.name.startswith(".tmp-"):
+                store.save(name.as_posix(), path.read_bytes())
+        log = source / "events.jsonl"
+        events.append(log.read_bytes() if log.is_file() else b"")
+    write_atomic(folder / "events.jsonl", b"".join(events))
+    write_atomic(folder / "partition.json", runner.prepare(config).partition_text.encode())
+    write_atomic(folder / "config.toml", as_toml(config).encode())
+
+
+Spread = Callable[[Sequence[Cell]], Iterator[str]]
+
+
+def _local(group: Sequence[Cell]) -> Iterator[str]:
+    for cell in group:
+        yield cell.work()
+
+
+def _ray(config: RunConfig) -> Spread:
+    """Each cell as a Ray task, on one GPU where the run wants one."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here tells the outside world that it runs
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("no_ray", "--engine ray needs one more package: pip install 'fedbicross[ray]'") from None
+    from fedbicross.engine.device import resolve_device
+
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)  # $RAY_ADDRESS: join a cluster
+    gpus = 1 if resolve_device(config.device) == "cuda" else 0
+    task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_work)
+
+    def spread(group: Sequence[Cell]) -> Iterator[str]:
+        waiting = [task.remote(cell) for cell in group]
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            try:
+                yield from ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, Exception) else error) from None
+
+    return spread
+
+
+def _work(cell: Cell) -> str:
+    return cell.work()

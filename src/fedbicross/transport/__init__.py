@@ -1,0 +1,4 @@
+"""How the bytes travel between hospitals and server: files carried by hand, or an existing engine.
+
+Whatever the carrier, the same functions of ``files`` make, check, fuse and open the same signed bytes.
+"""

@@ -1,0 +1,117 @@
+"""At a site: answer the server's two questions from the site's own folders.
+
+Only three things ever leave through here: the signed upload, the digest of the reply that came, and a code word where
+something went wrong. Error texts stay in the site's log, because they may hold paths and names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbicross.errors import FedBiCrossError, UploadError
+from fedbicross.federation import Client, file_name
+from fedbicross.runs.store import write_atomic
+from fedbicross.settings import parse
+from fedbicross.transport import files, site_data
+from fedbicross.transport.flower import carry
+from fedbicross.transport.flower.places import LOG, Diary, SitePlaces
+
+
+@dataclass(frozen=True)
+class Site:
+    """Everything that one answer needs, all of it from this machine."""
+
+    places: SitePlaces
+    federation: files.FederationFile
+    diary: Diary
+
+    @cached_property
+    def name(self) -> str:
+        """Of the site that this is."""
+        return self.places.name(self.federation)
+
+    @property
+    def work(self) -> Path:
+        """The folder that `fedbicross client` uses too: what was trained there before is not trained again."""
+        return self.places.folder(self.federation) / "clients" / file_name(self.name)
+
+    @property
+    def kept_reply(self) -> Path:
+        """Where the reply is put."""
+        return self.places.folder(self.federation) / "replies" / f"{file_name(self.name)}.safetensors"
+
+    def client(self) -> Client:
+        """The site's training images."""
+        agreed = self.federation
+        return site_data.load_site(self.places.data, agreed.task, self.name, agreed.hold_out, agreed.seed)[0]
+
+
+def upload(site: Site, message: Message) -> Message:
+    """The signed upload: trained once, afterwards read from the site's folder."""
+    key, device = site.places.load_key(), site.places.device
+    data = files.make_upload(site.federation, site.client(), key, site.work, site.diary, device=device)
+    site.diary.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
+    return Message(carry.content({}, data), reply_to=message)
+
+
+def reply(site: Site, message: Message) -> Message:
+    """Keep the reply before anything else is done with it, then make the site's model."""
+    data = carry.bundle_of(message)
+    files.open_reply(site.federation, data, site.name)
+    write_atomic(site.kept_reply, data)
+    site.diary.say(f"the reply came, {len(data):,} bytes, SHA-256 {_digest(data)}")
+    state = "model_made"
+    try:
+        files.personalize(site.federation, site.client(), data, site.work, site.diary, device=site.places.device)
+    except Exception:  # the reply is safe: `fedbicross client personalize` goes on from it
+        site.diary.say(traceback.format_exc())
+        state = "reply_kept_no_model"
+    return Message(carry.content({"sha256": _digest(data), "state": state}), reply_to=message)
+
+
+def answer(message: Message, context: Context, how: Callable[[Site, Message], Message]) -> Message:
+    """Answer, or say with one word why not."""
+    diary = None
+    try:
+        places = parse(SitePlaces, dict(context.node_config), "node-config")
+        diary = Diary(Path(places.work) / LOG)
+        federation = files.load_federation(places.federation_file)
+        asked = carry.note_of(message).get("run")
+        if asked != federation.run:
+            raise UploadError(
+                "other_run", f"the server asks for run {asked!r}; federation.toml here is {federation.run!r}"
+            )
+        return how(Site(places, federation, diary), message)
+    except Exception as error:
+        # Flower would send the text of an exception to the server.
+        code = error.code if isinstance(error, FedBiCrossError) else "unexpected"
+        said = str(error) if isinstance(error, FedBiCrossError) else traceback.format_exc()
+        (print if diary is None else diary.say)(said)
+        return Message(carry.content({"code": code}), reply_to=message)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """TRAIN: the upload."""
+    return answer(message, context, upload)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """EVALUATE: the reply, and a receipt."""
+    return answer(message, context, reply)

@@ -1,0 +1,147 @@
+"""What each machine keeps to itself: where its files lie, and how long the server waits. No import of Flower."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field, field_validator
+
+from fedbicross.bundle import keys
+from fedbicross.errors import ConfigError
+from fedbicross.settings import Settings, parse, read_toml
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedbicross.transport.federation_file import FederationFile
+
+SERVER_FILE = "FEDBICROSS_FLOWER_SERVER"  # environment of the SuperLink: path of the server's settings
+LOG = "flower.log"
+SUMMARY = "flower.json"  # of the last run, in its folder at the server
+
+
+class Places(Settings):
+    """Paths on one machine. Absolute, because Flower starts its processes wherever it likes."""
+
+    federation: str = Field(description="the agreed federation.toml")
+    key: str = Field(description="the private key that signs what leaves this machine")
+    work: str = Field(description="folder for everything made here; each run has its own folder in it")
+    device: str = Field("auto", description="auto, cpu, cuda or mps")
+
+    @field_validator("federation", "key", "work", "data", check_fields=False)
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not Path(value).is_absolute():
+            raise ValueError("must be an absolute path")
+        return value
+
+    @property
+    def federation_file(self) -> Path:
+        """The agreed file."""
+        return Path(self.federation)
+
+    def folder(self, federation: FederationFile) -> Path:
+        """Where this run's files lie, laid out as `fedbicross client` and `fedbicross server` do."""
+        return Path(self.work) / federation.run_id
+
+    def load_key(self) -> Ed25519PrivateKey:
+        """The private key."""
+        return keys.load_private_key(self.key)
+
+
+class SitePlaces(Places):
+    """``site.toml``: what a SuperNode is started with. It stays at the site."""
+
+    data: str = Field(description="the site's images: folder of class folders, CSV manifest or .npz")
+
+    def name(self, federation: FederationFile) -> str:
+        """Which site of the federation this is: the one that its key belongs to."""
+        public = keys.public_text(self.load_key())
+        for name, listed in federation.clients.items():
+            if listed == public:
+                return name
+        raise ConfigError("not_listed", f"the federation file does not list the key {self.key}")
+
+
+class ServerPlaces(Places):
+    """``server.toml``: what the SuperLink's environment points at. Runs cannot change it."""
+
+
+class Waiting(Settings):
+    """How long the server waits. Times are generous: hospitals train for hours and restart machines at night."""
+
+    deadline_seconds: float = Field(72 * 3600.0, gt=0, description="after this the run ends, whoever is missing")
+    grace_seconds: float = Field(
+        24 * 3600.0, ge=0, description="once the quorum is there: how long after the last news the rest is waited for"
+    )
+    retry_seconds: float = Field(60.0, gt=0, description="pause before a node that failed is asked again; doubles")
+    poll_seconds: float = Field(3.0, gt=0, description="pause between two looks for answers")
+
+    @classmethod
+    def from_run_config(cls, given: Mapping[str, Any]) -> Waiting:
+        """From `flwr run --run-config 'deadline-seconds=...'`; Flower's names have dashes."""
+        values = {key.replace("-", "_"): float(value) for key, value in given.items() if isinstance(value, int | float)}
+        return parse(cls, values, "run-config")
+
+
+P = TypeVar("P", bound=Places)
+
+
+def load_places(cls: type[P], file: Path) -> P:
+    """Read ``site.toml`` or ``server.toml``."""
+    return parse(cls, read_toml(file))
+
+
+def server_settings(**typed: str | Path) -> ServerPlaces:
+    """From what was typed: every path is made absolute."""
+    return parse(ServerPlaces, _absolute(typed))
+
+
+def site_settings(**typed: str | Path) -> SitePlaces:
+    """From what was typed: every path is made absolute."""
+    return parse(SitePlaces, _absolute(typed))
+
+
+def _absolute(typed: Mapping[str, str | Path]) -> dict[str, str]:
+    return {key: str(value.absolute()) if isinstance(value, Path) else value for key, value in typed.items()}
+
+
+def server_places() -> ServerPlaces:
+    """The settings that the SuperLink was started with."""
+    file = os.environ.get(SERVER_FILE)
+    if not file:
+        raise ConfigError(
+            "no_server_file", f"the SuperLink was started without {SERVER_FILE}; use `fedbicross flower up`"
+        )
+    return load_places(ServerPlaces, Path(file))
+
+
+class Diary:
+    """Progress as lines in a file, where the person at this machine can read them; and through ``also``, if given."""
+
+    def __init__(self, file: Path, also: Callable[[str], object] | None = None) -> None:
+        self.file, self.also = file, also
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work; of its steps about ten are noted."""
+        self.say(label)
+        step = max(1, total // 10)
+
+        def update(done: int, note: str) -> None:
+            if done % step == 0 or done == total:
+                self.say(f"{label}: {done}/{total} {note}".rstrip())
+
+        return update
+
+    def say(self, message: str) -> None:
+        """One line."""
+        line = " ".join(message.split())
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        if self.also is not None:
+            self.also(line)

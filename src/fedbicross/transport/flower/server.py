@@ -1,0 +1,320 @@
+"""At the server: ask every node for its upload, keep each on arrival, fuse at the quorum, bring each its own reply.
+
+Everything that counts lies in the server's folder, not in Flower: if any process dies, the same `flwr run` again goes
+on from there. What a node says is trusted no further than the signatures in the bytes that it sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedbicross.bundle.format import canonical_json
+from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
+from fedbicross.federation import file_name
+from fedbicross.runs.store import write_atomic
+from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
+from fedbicross.transport.flower.carry import bundle_of, content, note_of
+from fedbicross.transport.flower.exchange import Exchange
+from fedbicross.transport.flower.places import LOG, SUMMARY, Diary, Waiting, server_places
+
+UPLOADS = "uploads"
+_NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
+    1: "app_not_loaded",
+    2: "app_failed",
+    3: "message_lost",
+    4: "answer_lost",
+    5: "node_lost",
+    7: "app_refused",
+    8: "app_killed",
+}
+
+
+@dataclass
+class Site:
+    """A node, and what came of it in this run."""
+
+    registered: str = ""  # the name that the operator gave the node's key, if any
+    name: str | None = None  # of the federation's site; known by the signature on its upload
+    failures: int = 0
+    ask_again: float = 0.0  # not before this moment
+    busy: bool = False  # a question is under way
+    delivered: bool = False
+
+
+@dataclass
+class Summary:
+    """What happened, by the names of the sites; written to the server's folder."""
+
+    run: str
+    flower_run: int
+    missing: list[str] = field(default_factory=list)  # no upload
+    late: list[str] = field(default_factory=list)  # an upload, but after the fusion had begun
+    delivered: dict[str, str] = field(default_factory=dict)  # what each site did with its reply
+    undelivered: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # codes of what was refused, in order
+    complete: bool = False
+
+
+class OneShot(Strategy):
+    """Flower's four questions in one round. ``fuse`` maps the files of the uploads to the reply for each site."""
+
+    def __init__(
+        self,
+        federation: FederationFile,
+        folder: Path,
+        fuse: Callable[[Mapping[str, Path]], dict[str, bytes]],
+        waiting: Waiting,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
+        self.clock, self.sleep = clock, sleep
+        self.sites: dict[int, Site] = {}  # by node
+        self.replies: dict[str, bytes] = {}
+        self.outcome = Summary(federation.run, 0)
+        self.began = self.last_news = clock()
+
+    def summary(self) -> None:
+        """Say what is about to happen."""
+        count, quorum = len(self.federation.clients), self.federation.quorum
+        self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {quorum}")
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 1,
+        timeout: float = 0,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """One round. Sites may come, go and come back at any time; nothing travels down before an upload came up."""
+        del initial_arrays, timeout, train_config, evaluate_config, evaluate_fn  # nothing of Flower's is used
+        if num_rounds != 1:
+            raise MethodError("not_one_shot", f"{num_rounds} rounds were asked for; this is one round")
+        self.summary()
+        empty, exchange = (ArrayRecord(), ConfigRecord()), Exchange(grid)
+        while True:
+            for question in [*self.configure_train(1, *empty, grid), *self.configure_evaluate(1, *empty, grid)]:
+                if exchange.send(question):
+                    self.sites[question.metadata.dst_node_id].busy = True
+            for node, answer in exchange.answers():
+                self.sites[node].busy = False
+                self._take(node, answer)
+            if not self.replies and self._time_to_fuse():
+                self._fuse()
+                continue  # the replies leave at once
+            if self.replies and self._time_to_end():
+                break
+            self.sleep(self.limits.poll_seconds)
+        self._end()
+        return Result()
+
+    # --- Flower's four questions ---------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every node that is online for its upload; it is also how a node shows which site it is."""
+        del server_round, arrays, config
+        for node in grid.get_nodes():
+            site = self.sites.setdefault(node.node_id, Site(node.name))
+            if site.name is None and self._may_ask(site):
+                yield self._question(MessageType.TRAIN, node.node_id)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Verify and keep uploads."""
+        del server_round
+        for message in replies:
+            self._take_upload(message.metadata.src_node_id, message)
+        return None, None
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Each site's own reply, to the node that sent that site's upload."""
+        del server_round, arrays, config, grid
+        for node, site in self.sites.items():
+            if site.name in self.replies and not site.delivered and self._may_ask(site):
+                yield self._question(MessageType.EVALUATE, node, self.replies[site.name])
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Take receipts."""
+        del server_round
+        for message in replies:
+            self._take_receipt(message.metadata.src_node_id, message)
+        return None
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def _take(self, node: int, message: Message) -> None:
+        """One answer; whatever is wrong with it concerns this node only."""
+        try:
+            if message.has_error():
+                code = _NODE_ERRORS.get(message.error.code, "unknown")
+                raise UploadError(code, f"node {node} gave no answer ({code})")
+            if message.metadata.message_type == MessageType.TRAIN:
+                self._take_upload(node, message)
+            else:
+                self._take_receipt(node, message)
+        except (UploadError, MethodError) as error:
+            self._failed(node, error)
+
+    def _take_upload(self, node: int, message: Message) -> None:
+        _check_note(node, message)
+        data = bundle_of(message)
+        name = verify_upload(self.federation, data).client
+        site = self.sites[node]
+        if site.registered in self.federation.clients and site.registered != name:
+            raise UploadError("wrong_node", f"the node registered for {site.registered!r} sent {name!r}'s upload")
+        if any(other.name == name for other in self.sites.values()):
+            raise UploadError("two_nodes", f"node {node} sent {name!r}'s upload, as another node did before")
+        path = self.folder / UPLOADS / f"{file_name(name)}.safetensors"
+        if not path.exists():
+            write_atomic(path, data)  # on arrival: from here on no crash can lose it
+            self.last_news = self.clock()
+            self.say(
+                f"upload from {name}: {len(data):,} bytes ({len(self._uploads())} of {len(self.federation.clients)})"
+            )
+        elif path.read_bytes() != data:
+            raise UploadError("two_uploads", f"{name!r} sent an upload before, and another one now; the first stays")
+        site.name, site.failures, site.ask_again = name, 0, 0.0
+
+    def _take_receipt(self, node: int, message: Message) -> None:
+        site = self.sites[node]
+        note = _check_note(node, message)
+        if site.name is None or note.get("sha256") != hashlib.sha256(self.replies[site.name]).hexdigest():
+            raise UploadError("receipt", f"node {node} confirms another reply than the one it was sent")
+        site.delivered = True
+        self.last_news = self.clock()
+        state = _word(note.get("state", ""))
+        self.outcome.delivered[site.name] = state
+        self.say(f"reply to {site.name}: {state}")
+
+    def _failed(self, node: int, error: FedBiCrossError) -> None:
+        """Note it, and ask again later: at first after a minute, then ever more rarely."""
+        site = self.sites[node]
+        pause = min(self.limits.retry_seconds * 2**site.failures, max(3600.0, self.limits.retry_seconds))
+        site.failures += 1
+        site.ask_again = self.clock() + pause
+        self.outcome.refused.append(error.code)
+        label = site.name or (site.registered if site.registered in self.federation.clients else f"node {node}")
+        self.say(f"{label}: {error}; asked again in {pause:.0f} s")
+
+    # --- when ----------------------------------------------------------------------------------------------
+
+    def _may_ask(self, site: Site) -> bool:
+        return not site.busy and self.clock() >= site.ask_again
+
+    def _question(self, kind: str, node: int, bundle: bytes | None = None) -> Message:
+        question = content({"run": self.federation.run}, bundle)
+        # Flower drops an answer that comes later than this.
+        return Message(question, node, kind, ttl=self.limits.deadline_seconds, group_id="1")
+
+    def _uploads(self) -> dict[str, Path]:
+        paths = {name: self.folder / UPLOADS / f"{file_name(name)}.safetensors" for name in self.federation.clients}
+        return {name: path for name, path in paths.items() if path.exists()}
+
+    def _time_to_fuse(self) -> bool:
+        here, now = len(self._uploads()), self.clock()
+        if here == len(self.federation.clients):
+            return True
+        over = now - self.began >= self.limits.deadline_seconds
+        if here < self.federation.quorum:
+            if over:
+                self._end()
+                raise MethodError(
+                    "quorum", f"{here} uploads came, {self.federation.quorum} are needed; {self._lacking()}"
+                )
+            return False
+        return over or now - self.last_news >= self.limits.grace_seconds
+
+    def _fuse(self) -> None:
+        missing = self._lacking()
+        self.say("fusing" + (f"; {missing}" if missing else ""))
+        while True:
+            try:
+                self.replies = self.fuse(self._uploads())
+                break
+            except RunError as error:  # the server of a run that was cut off may need a moment to go
+                if error.code != "locked" or self.clock() - self.began >= self.limits.deadline_seconds:
+                    raise
+                self.say(str(error))
+                self.sleep(self.limits.poll_seconds)
+        self.last_news = self.clock()
+
+    def _lacking(self) -> str:
+        here = self._uploads()
+        names = [name for name in sorted(self.federation.clients) if name not in here]
+        return f"missing: {', '.join(names)}" if names else ""
+
+    def _time_to_end(self) -> bool:
+        taking_part = [site for site in self.sites.values() if site.name in self.replies]
+        if set(self.replies) == {site.name for site in taking_part if site.delivered}:
+            return True
+        if self.clock() - self.began >= self.limits.deadline_seconds:
+            return True
+        busy = any(site.busy for site in taking_part)  # a site is at work on its reply, or Flower will say it is lost
+        return not busy and self.clock() - self.last_news >= self.limits.grace_seconds
+
+    def _end(self) -> None:
+        here, out = self._uploads(), self.outcome
+        out.missing = [name for name in sorted(self.federation.clients) if name not in here]
+        out.late = sorted(set(here) - set(self.replies)) if self.replies else []
+        out.undelivered = sorted(set(self.replies) - set(out.delivered))
+        out.complete = bool(self.replies)
+        write_atomic(self.folder / SUMMARY, canonical_json(vars(out)).encode())
+        for label, names in (("missing", out.missing), ("late", out.late), ("not yet delivered", out.undelivered)):
+            if names:
+                self.say(f"{label}: {', '.join(names)}")
+
+
+def _check_note(node: int, message: Message) -> dict[str, str]:
+    """The note of an answer, unless it says that the site could not do it: then its code."""
+    note = note_of(message)
+    if note.get("code"):
+        raise UploadError(_word(note["code"]), f"node {node} could not do it; the reason is in the log of that site")
+    return note
+
+
+def _word(text: str) -> str:
+    """A word from outside, fit for a log."""
+    plain = "".join(letter for letter in text if letter.isascii() and (letter.isalnum() or letter == "_"))
+    return plain[:40] or "unnamed"
+
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """What `flwr run` starts at the server. The folder comes from the server's own environment, never with the run."""
+    places = server_places()
+    federation = load_federation(places.federation_file)
+    folder = places.folder(federation)
+    diary = Diary(Path(places.work) / LOG, print)
+    key = places.load_key()
+
+    def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
+        return fuse_uploads(federation, uploads, folder / "server", key, diary, device=places.device)
+
+    waiting = Waiting.from_run_config(context.run_config)
+    strategy = OneShot(federation, folder, fuse, waiting, diary.say)
+    strategy.outcome.flower_run = context.run_id
+    try:
+        strategy.start(grid)
+    except FedBiCrossError as error:
+        diary.say(str(error))
+        raise

@@ -1,0 +1,112 @@
+"""A site's own images in the shape that the federation agreed on: its label map, size and channels.
+
+Only the site's side imports this. A site need not have every class, but may not have one that nobody agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedbicross import seeds
+from fedbicross.context import Task
+from fedbicross.data import DATASETS, Split, load_dataset
+from fedbicross.data.dataset import Dataset, Images, default_classes
+from fedbicross.data.folder import SUFFIXES, Entry, read_images, scan_folder, scan_manifest
+from fedbicross.data.units import split_off_test
+from fedbicross.errors import DataError, nearest
+from fedbicross.federation import Client
+
+
+def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: int) -> tuple[Client, Split]:
+    """What the site trains on, and what it keeps for testing (possibly nothing).
+
+    ``source`` is a folder of class folders, a CSV manifest, an ``.npz`` file or a known data set. Where it names no
+    test images, whole patients (images, where patients are unknown) are held out, the same ones at every call.
+    """
+    path = Path(source)
+    if path.is_dir() or path.suffix.lower() == ".csv":
+        entries = scan_folder(path) if path.is_dir() else scan_manifest(path)
+        train, test = _split(_read(path, entries, task), entries, hold_out, seed)
+    else:
+        dataset = load_dataset(source, image_size=task.image_size)
+        _check_label_map(dataset, task)
+        train, test = (_with_channels(part, task.channels, dataset.name) for part in (dataset.train, dataset.test))
+    if not len(train):
+        raise DataError("empty", f"{path} holds no images to train on")
+    return Client(name, train.images, train.labels, train.patients), test
+
+
+def image_files(sources: Sequence[Path]) -> list[Path]:
+    """The images among files and folders, in a fixed order; a file that is named is taken whatever its ending."""
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+            if not inside:
+                raise DataError("empty", f"{source} holds no images ({', '.join(sorted(SUFFIXES))})")
+            found += inside
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise DataError("missing_file", f"{source} does not exist")
+    return list(dict.fromkeys(found))
+
+
+def read_files(paths: Sequence[Path], task: Task) -> Images:
+    """Image files as the task's networks take them, by the one rule of ``data.folder``."""
+    return as_channels(read_images(list(paths), task.image_size), task.channels, str(paths[0].parent))
+
+
+def as_channels(images: Images, channels: int, where: str) -> Images:
+    """Grey images become RGB where the sites agreed on RGB; colour is never thrown away silently."""
+    if images.shape[3] == channels:
+        return images
+    if channels == 3:
+        return np.repeat(images, 3, axis=3)
+    raise DataError("colour", f"{where}: colour images, but the sites agreed on grey ones; convert them first")
+
+
+def _read(path: Path, entries: Sequence[Entry], task: Task) -> Split:
+    if not entries:
+        raise DataError("empty", f"{path}: no images found ({', '.join(sorted(SUFFIXES))} in one folder per class)")
+    numbers = {name: number for number, name in enumerate(task.classes)}
+    for label in sorted({entry.label for entry in entries}):
+        if label not in numbers:
+            hint = nearest(label, numbers)
+            raise DataError("unknown_class", f"{path}: class {label!r} is not in the agreed label map{hint}")
+    labels = np.array([numbers[entry.label] for entry in entries], np.int64)
+    images = read_files([entry.path for entry in entries], task)
+    return Split(images, labels, _column([entry.patient for entry in entries]), _column([e.site for e in entries]))
+
+
+def _column(values: Sequence[str | None]) -> np.ndarray[tuple[int], np.dtype[np.str_]] | None:
+    return None if values[0] is None else np.array(values, dtype=np.str_)
+
+
+def _split(everything: Split, entries: Sequence[Entry], hold_out: float, seed: int) -> tuple[Split, Split]:
+    if entries[0].split is not None:
+        is_test = np.array([entry.split == "test" for entry in entries])
+    elif hold_out == 0:
+        is_test = np.zeros(len(entries), bool)
+    else:
+        rng = seeds.numpy_rng(seed, "hold-out")
+        is_test = split_off_test(everything.labels, everything.patients, everything.sites, hold_out, rng)
+    return everything.take(np.flatnonzero(~is_test)), everything.take(np.flatnonzero(is_test))
+
+
+def _check_label_map(dataset: Dataset, task: Task) -> None:
+    """Arrays have numbers for labels, which mean something only if their class names, if any, are the agreed ones."""
+    count = len(dataset.classes)
+    unnamed = dataset.name not in DATASETS and dataset.classes == default_classes(count)
+    if dataset.classes == task.classes or (unnamed and count <= len(task.classes)):
+        return
+    raise DataError(
+        "label_map", f"{dataset.name} has the classes {list(dataset.classes)}, the sites agreed on {list(task.classes)}"
+    )
+
+
+def _with_channels(part: Split, channels: int, where: str) -> Split:
+    return Split(as_channels(part.images, channels, where), part.labels, part.patients, part.sites)

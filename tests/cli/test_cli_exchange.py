@@ -1,0 +1,485 @@
+"""Three hospitals and a server in folders of their own, which exchange only files through a fourth."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli.console import Outcome, call, console, snapshot
+from fedbicross.context import Context
+from fedbicross.data.cells import load_cells
+from fedbicross.federation import simulate
+from fedbicross.transport.federation_file import FederationFile, load_federation
+from fedbicross.transport.site_data import load_site
+
+SITES = ("north", "south", "east")
+CLASSES = ("lymphocyte", "monocyte", "neutrophil")
+TINY = ("training.epochs=1", "training.batch_size=8", "training.recipe='modern'", "class_counts.smallest=0")
+
+
+def draw_site(folder: Path, seed: int, per_class: int = 12) -> None:
+    """Drawn blood cells of three classes as PNG files in class folders."""
+    cells = load_cells(8, seed, 400, 8)
+    for label in CLASSES:
+        (folder / label).mkdir(parents=True)
+        rows = np.flatnonzero(cells.train.labels == cells.classes.index(label))[:per_class]
+        for number, row in enumerate(rows):
+            Image.fromarray(cells.train.images[row]).save(folder / label / f"{number:03d}.png")
+
+
+def ok(*args: str | Path) -> Outcome:
+    outcome = call(*args)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def carry(file: Path, folder: Path) -> Path:
+    """The memory stick: a copy under the same name."""
+    folder.mkdir(exist_ok=True)
+    return Path(shutil.copy(file, folder / file.name))
+
+
+def set_up(root: Path, method: str = "fedavg", sites: tuple[str, ...] = SITES, *more: str) -> Path:
+    """Keys at every site, public halves and the federation file through the post."""
+    post = root / "post"
+    for number, name in enumerate((*sites, "server")):
+        (root / name).mkdir(parents=True)
+        role = "server" if name == "server" else "client"
+        with chdir(root / name):
+            ok(role, "keygen", "--out", f"{name}.key")
+            carry(Path(f"{name}.pub"), post)
+            if role == "client":
+                draw_site(Path("images"), number)
+    options = [word for name in sites for word in ("--client", f"{name}={post / name}.pub")]
+    options += [word for setting in (*TINY, *more) for word in ("--set", setting)]
+    with chdir(root / "server"):
+        ok(
+            *("federation", "init", "--classes", ", ".join(CLASSES), "--server", "server.pub", *options),
+            *("--image-size", "8", "--model", "resnet8", "--method", method, "--run-id", "cells-1"),
+        )
+        carry(Path("federation.toml"), post)
+    for name in sites:
+        carry(post / "federation.toml", root / name)
+    return root
+
+
+def train(root: Path, name: str) -> Path:
+    with chdir(root / name):
+        ok("client", "train", "--data", "images", "--key", f"{name}.key", "--out", f"{name}.safetensors")
+        return carry(Path(f"{name}.safetensors"), root / "post" / "uploads")
+
+
+@pytest.fixture(scope="module")
+def uploaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three have trained and handed in; tests copy this."""
+    root = set_up(tmp_path_factory.mktemp("hospitals"))
+    for name in SITES:
+        train(root, name)
+    return root
+
+
+@pytest.fixture
+def hospitals(uploaded: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of its own, seen from the server's folder."""
+    root = Path(shutil.copytree(uploaded, tmp_path / "hospitals"))
+    with chdir(root / "server"):
+        yield root
+
+
+@pytest.fixture(scope="module")
+def finished(uploaded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole way to three models; tests only read it."""
+    root = Path(shutil.copytree(uploaded, tmp_path_factory.mktemp("finished") / "hospitals"))
+    finish(root)
+    return root
+
+
+def finish(root: Path) -> None:
+    with chdir(root / "server"):
+        ok("server", "verify", "../post/uploads")
+        ok("server", "fuse", "../post/uploads", "--key", "server.key", "--out", "../post/replies")
+    for name in SITES:
+        with chdir(root / name):
+            carry(root / "post" / "replies" / f"{name}.safetensors", Path("in"))
+            ok("client", "personalize", "--reply", f"in/{name}.safetensors", "--data", "images", "--out", "model")
+
+
+def simulated(root: Path, federation: FederationFile) -> dict[str, bytes]:
+    clients = [
+        load_site(root / name / "images", federation.task, name, federation.hold_out, federation.seed)[0]
+        for name in SITES
+    ]
+    ctx = Context(federation.task, federation.training, seed=federation.seed)
+    return {name: model.pack() for name, model in simulate(federation.build(), clients, ctx).items()}
+
+
+# --- the whole way -------------------------------------------------------------------------------------------
+
+
+def test_three_hospitals_end_where_a_simulation_ends(finished: Path) -> None:
+    federation = load_federation(finished / "server" / "federation.toml")
+    expected = simulated(finished, federation)
+    for name in SITES:
+        assert (finished / name / "model" / "model.safetensors").read_bytes() == expected[name]
+
+
+def test_the_same_with_fedbicross_whose_models_differ(tmp_path: Path) -> None:
+    small = ("settings.steps=2", "settings.batch=6", "settings.probes=4", "settings.epochs_personal=1", "hold_out=0.1")
+    root = set_up(tmp_path / "h", "fedbicross:k2", SITES, *small)
+    for name in SITES:
+        train(root, name)
+    finish(root)
+    federation = load_federation(root / "server" / "federation.toml")
+    models = {name: (root / name / "model" / "model.safetensors").read_bytes() for name in SITES}
+    assert models == simulated(root, federation)
+    assert len(set(models.values())) == 3
+
+
+def test_only_files_travel_and_nothing_private_does(finished: Path) -> None:
+    post = finished / "post"
+    travelled = {str(path.relative_to(post)) for path in post.rglob("*") if path.is_file()}
+    assert travelled == {
+        "federation.toml",
+        *(f"{name}.pub" for name in (*SITES, "server")),
+        *(f"uploads/{name}.safetensors" for name in SITES),
+        *(f"replies/{name}.safetensors" for name in SITES),
+    }
+    content = b"".join(path.read_bytes() for path in post.rglob("*") if path.is_file())
+    for name in SITES:
+        secret = (finished / name / f"{name}.key").read_bytes().splitlines()[1]
+        assert secret not in content
+        assert stat.S_IMODE((finished / name / f"{name}.key").stat().st_mode) == 0o600
+    assert b".png" not in content
+
+
+def test_the_model_folder(finished: Path) -> None:
+    folder = finished / "north" / "model"
+    assert sorted(path.name for path in folder.iterdir()) == ["MODEL_CARD.md", "config.json", "model.safetensors"]
+    card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert "Not a medical device" in card and "north" in card and "monocyte" in card
+    assert "The trained network and its number of training images." in card
+    assert f"{config['origin']['upload_bytes']:,} bytes" in card
+    assert config["test"]["images"] > 0 and f"On {config['test']['images']} images" in card
+    assert f"{100 * config['test']['accuracy']:.1f} %" in card
+    assert config["origin"]["run"].startswith("cells-1+")
+    import fedbicross
+
+    answers = fedbicross.load_model(folder).probabilities(np.zeros((2, 8, 8, 3), np.uint8))
+    assert answers.shape == (2, 3) and np.allclose(answers.sum(1), 1, atol=1e-5)
+
+
+# --- federation ----------------------------------------------------------------------------------------------
+
+
+def test_federation_show_says_what_was_agreed(finished: Path) -> None:
+    with chdir(finished / "north"):
+        words, facts = ok("federation", "show").out, ok("federation", "show", "--json").json()
+    for text in (facts["fingerprint"], "lymphocyte, monocyte, neutrophil", "8 px, 3 channel(s)", "3 of 3", "site east"):
+        assert text in words
+    assert facts["settings"] == {"rounds": 1, "local_epochs": 1, "weighting": "size"}
+    assert facts["training"]["epochs"] == 1
+    with chdir(finished / "server"):
+        assert ok("federation", "show", "--json").json()["fingerprint"] == facts["fingerprint"]
+
+
+def test_federation_init_mistakes(hospitals: Path) -> None:
+    before = snapshot(hospitals)
+    base: list[Any] = ["federation", "init", "--classes", "a,b", "--server", "server.pub", "--out", "new.toml"]
+    north, south = "north=../post/north.pub", "south=../post/south.pub"
+    for words, code in (
+        (("--client", "north"), "bad_client"),
+        (("--client", north, "--client", north), "bad_client"),
+        (("--client", north, "--client", "south=../post/north.pub"), "same_key"),
+        (("--client", "north=server.pub"), "same_key"),
+        (("--client", "north=nowhere.pub"), "no_key"),
+        (("--client", "north=server.key"), "bad_key"),
+        (("--client", north, "--method", "fedavgg"), "unknown_method"),
+        (("--client", north, "--method", "centralised"), "not_federated"),
+        (("--client", north, "--method", "fedavg:multi_round"), "not_one_shot"),
+        (("--client", north, "--model", "cnn"), "needs_batchnorm"),
+        (("--client", north, "--quorum", "2"), "quorum"),
+        (("--client", north, "--set", "quorumm=1"), "unknown_key"),
+        (("--client", north, "--set", "settings.stepss=1"), "unknown_key"),
+        (("--client", north, "--run-id", "a b"), "run_id"),
+        (("--client", north, "--client", "NORTH=../post/south.pub"), "client_name"),
+        (("--client", north, "--method", "fedavg", "--set", "class_counts.send=false"), "needs_counts"),
+    ):
+        outcome = call(*base, *words)
+        assert outcome.code in (2, 6) and outcome.err.startswith(f"error[{code}]"), (words, outcome.err)
+        assert outcome.err.count("\n") == 1
+    assert snapshot(hospitals) == before
+    made = ok(*base, "--client", north, "--client", south, "--quick", "--json").json()
+    assert load_federation(Path("new.toml")).run_id == made["run_id"]
+    assert call(*base, "--client", north).code == 4, "never overwritten"
+
+
+def test_a_federation_file_with_mistakes(hospitals: Path) -> None:
+    text = Path("federation.toml").read_text()
+    for old, new, code in (
+        ("image_size", "imagesize", "unknown_key"),
+        ("quorum = 3\n", "", "missing_key"),
+        ("quorum = 3", "quorum = 4", "quorum"),
+        ("ed25519:", "rsa:", "bad_key"),
+        ("channels = 3", "channels = 2", "bad_value"),
+        ("hold_out = 0.2", "hold_out = 1.5", "bad_value"),
+        ('"monocyte"', '"lymphocyte"', "classes"),
+        ("[clients]", "[clients", "bad_toml"),
+    ):
+        assert old in text, old
+        Path("odd.toml").write_text(text.replace(old, new))
+        outcome = call("federation", "show", "odd.toml")
+        assert (outcome.code, outcome.err.startswith(f"error[{code}]")) == (2, True), (new, outcome.err)
+    Path("odd.toml").write_text("#" * (2 << 20))
+    assert "too_large" in call("federation", "show", "odd.toml").err
+    assert "no_federation" in call("federation", "show", "gone.toml").err
+
+
+def test_keys_are_never_overwritten(hospitals: Path) -> None:
+    before = Path("server.key").read_bytes()
+    outcome = call("server", "keygen", "--out", "server.key")
+    assert outcome.code == 2 and "key_exists" in outcome.err
+    assert Path("server.key").read_bytes() == before
+
+
+# --- client --------------------------------------------------------------------------------------------------
+
+
+def test_training_again_costs_nothing_and_overwrites_nothing(hospitals: Path) -> None:
+    words = ("client", "train", "--data", "images", "--key", "north.key", "--out", "north.safetensors")
+    with chdir(hospitals / "north"):
+        sent = Path("north.safetensors").read_bytes()
+        outcome = ok(*words, "--json")
+        assert "training north" not in outcome.err and Path("north.safetensors").read_bytes() == sent
+        assert outcome.json()["bytes"] == len(sent)
+        Path("north.safetensors").write_text("something else")
+        assert "error[exists]" in call(*words).err
+        assert Path("north.safetensors").read_text() == "something else"
+
+
+def test_client_show_says_what_leaves(hospitals: Path) -> None:
+    with chdir(hospitals / "north"):
+        words = ok("client", "show", "north.safetensors", "--tensors").out
+        facts = ok("client", "show", "north.safetensors", "--json").json()
+    for text in ("weights of a resnet8", "means and variances", "no part of the network", "none", "head.weight"):
+        assert text in words
+    assert "The trained network and its number of training images." in words
+    assert facts["kind"] == "upload" and facts["checked"] == "ok" and facts["manifest"]["client"] == "north"
+    images = facts["manifest"]["num_samples"]
+    assert f"{images}" in words and facts["manifest"]["class_counts"] is None
+    with chdir(hospitals):
+        assert "not checked" in ok("client", "show", "north/north.safetensors").out
+    Path("text.safetensors").write_text("no bundle at all, only text")
+    assert call("client", "show", "text.safetensors").code == 5
+
+
+def test_images_that_do_not_fit_the_agreement(hospitals: Path) -> None:
+    words = ("client", "train", "--key", "north.key", "--data")
+    with chdir(hospitals / "north"):
+        (Path("images") / "monocyte").rename(Path("images") / "monocytes")
+        outcome = call(*words, "images")
+        assert (outcome.code, "did you mean 'monocyte'" in outcome.err) == (3, True)
+        (Path("images") / "monocytes").rename(Path("images") / "monocyte")
+        next((Path("images") / "monocyte").iterdir()).unlink()
+        assert "error[changed]" in call(*words, "images").err, "an upload was made from other images"
+        assert "error[missing_file]" in call(*words, "nowhere/at/all").err
+        assert (
+            "error[wrong_key]"
+            in call("client", "train", "--key", "../south/south.key", "--data", "images", "--name", "north").err
+        )
+        assert "error[not_listed]" in call(*words, "images", "--name", "nort").err
+
+
+def test_a_site_without_some_classes_and_with_grey_images(hospitals: Path) -> None:
+    federation = load_federation(Path("federation.toml"))
+    shutil.rmtree(hospitals / "north" / "images" / "monocyte")
+    for path in (hospitals / "north" / "images").rglob("*.png"):
+        Image.open(path).convert("L").save(path)
+    client, held_out = load_site(hospitals / "north" / "images", federation.task, "north", 0.25, 0)
+    assert set(client.labels) <= {0, 2} and client.images.shape[1:] == (8, 8, 3)
+    assert (len(client.labels), len(held_out)) == (18, 6)
+    again, _ = load_site(hospitals / "north" / "images", federation.task, "north", 0.25, 0)
+    assert again.digest == client.digest
+    nothing, empty = load_site(hospitals / "north" / "images", federation.task, "north", 0.0, 0)
+    assert (len(nothing.labels), len(empty)) == (24, 0)
+
+
+def test_predictions_as_csv(finished: Path, tmp_path: Path) -> None:
+    image = finished / "north" / "images" / "monocyte" / "000.png"
+    odd = tmp_path / "=cmd.png"
+    shutil.copy(image, odd)
+    model = finished / "north" / "model"
+    out = tmp_path / "answers.csv"
+    ok("client", "predict", odd.parent, image, "--model", model, "--out", out)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [Path(row["image"].lstrip("'")).name for row in rows] == ["=cmd.png", "000.png"]
+    for row in rows:
+        values = [float(row[name]) for name in CLASSES]
+        assert abs(sum(values) - 1) < 1e-5 and row["predicted"] == CLASSES[int(np.argmax(values))]
+    assert {tuple(row[name] for name in CLASSES) for row in rows} == {tuple(rows[0][name] for name in CLASSES)}
+    printed = ok("client", "predict", image, "--model", model).out
+    assert printed.splitlines()[0] == "image,predicted,lymphocyte,monocyte,neutrophil"
+    before = out.read_bytes()
+    assert "error[exists]" in call("client", "predict", image, "--model", model, "--out", out).err
+    assert out.read_bytes() == before
+    (tmp_path / "broken.png").write_text("no image")
+    assert call("client", "predict", tmp_path / "broken.png", "--model", model).code == 3
+    assert call("client", "predict", tmp_path / "gone.png", "--model", model).code == 3
+    with chdir(tmp_path):
+        assert ok("client", "predict", "=cmd.png", "--model", model).out.splitlines()[1].startswith("'=cmd.png")
+
+
+def test_evaluate_scores_the_images_that_were_held_out(finished: Path, tmp_path: Path) -> None:
+    model, data = finished / "north" / "model", finished / "north" / "images"
+    config = json.loads((model / "config.json").read_text())
+    found = ok("client", "evaluate", "--model", model, "--data", data, "--json").json()
+    assert {key: found[key] for key in config["test"]} == config["test"]
+    everything = ok("client", "evaluate", "--model", model, "--data", data, "--which", "all", "--json").json()
+    assert everything["images"] == 36 > found["images"]
+    words = ok("client", "evaluate", "--model", model, "--data", data).out
+    assert "balanced accuracy" in words and "expected calibration error" in words
+    (tmp_path / "train").mkdir()
+    shutil.copytree(data / "monocyte", tmp_path / "one" / "monocyte")
+    for path in sorted((tmp_path / "one" / "monocyte").iterdir())[1:]:
+        path.unlink()
+    assert "error[empty]" in call("client", "evaluate", "--model", model, "--data", tmp_path / "one").err
+
+
+def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(finished / "north" / "model", tmp_path / "model"))
+    image = finished / "north" / "images" / "monocyte" / "000.png"
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "error[digest]" in call("client", "predict", image, "--model", model).err
+    (model / "model.safetensors").write_bytes(data)
+    (model / "config.json").write_text("{}")
+    assert "error[no_model]" in call("client", "predict", image, "--model", model).err
+    assert call("client", "predict", image, "--model", tmp_path / "nowhere").code == 5
+
+
+# --- server --------------------------------------------------------------------------------------------------
+
+
+def test_verify_names_every_file(hospitals: Path) -> None:
+    uploads = hospitals / "post" / "uploads"
+    good = ok("server", "verify", uploads)
+    assert "3 of 3 sites" in good.out and "missing: none" in good.out
+    (uploads / "south.safetensors").unlink()
+    damaged = bytearray((uploads / "east.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (uploads / "east.safetensors").write_bytes(damaged)
+    (uploads / "readme.txt").write_text("hello")
+    outcome = call("server", "verify", uploads)
+    assert outcome.code == 5
+    assert "1 of 3 sites" in outcome.out and "missing: south, east" in outcome.out
+    assert "refused, digest" in outcome.out and "readme.txt" in outcome.out
+    facts = call("server", "verify", uploads, "--json").json()
+    assert {Path(row["file"]).name: row["code"] for row in facts["files"]} == {
+        "east.safetensors": "digest",
+        "north.safetensors": None,
+    }
+    before = snapshot(hospitals)
+    assert call("server", "verify", uploads / "nothing.safetensors").code == 5
+    assert snapshot(hospitals) == before, "verify writes nothing"
+
+
+def test_fuse_without_everybody(hospitals: Path) -> None:
+    uploads, fuse = hospitals / "post" / "uploads", ("server", "fuse", "../post/uploads", "--key", "server.key")
+    late = (uploads / "south.safetensors").read_bytes()
+    (uploads / "south.safetensors").unlink()
+    refused = call(*fuse)
+    assert (refused.code, "error[quorum]" in refused.err, "south" in refused.err) == (6, True, True)
+    assert not Path("replies").exists()
+    done = ok(*fuse, "--quorum", "2")
+    assert "missing" in done.out and "missing: south" in done.err
+    assert sorted(path.name for path in Path("replies").iterdir()) == ["east.safetensors", "north.safetensors"]
+    replies = snapshot(Path("replies"))
+    (uploads / "south.safetensors").write_bytes(late)
+    again = ok(*fuse)
+    assert "late: south" in again.err and "too late" in again.out
+    assert snapshot(Path("replies")) == replies
+    everybody = ok(*fuse, "--work", "anew", "--out", "replies-anew", "--json").json()
+    assert [row["reply"] != "none" for row in everybody["sites"]] == [True, True, True]
+
+
+def test_a_damaged_upload_is_named_and_left_out(hospitals: Path) -> None:
+    east = hospitals / "post" / "uploads" / "east.safetensors"
+    east.write_bytes(east.read_bytes()[:-8])
+    fuse = ("server", "fuse", "../post/uploads", "--key", "server.key")
+    assert "error[quorum]" in call(*fuse).err
+    facts = ok(*fuse, "--quorum", "2", "--json").json()
+    assert [(Path(row["file"]).name, row["code"]) for row in facts["refused"]] == [("east.safetensors", "file_size")]
+    events = [json.loads(line)["event"] for line in Path(facts["audit"]).read_text().splitlines()]
+    assert sum(event["what"] == "refused" for event in events) == 2
+    printed = ok(*fuse)
+    assert "east.safetensors" in printed.out and "file_size" in printed.out
+
+
+def test_fuse_overwrites_nothing_and_needs_the_right_key(hospitals: Path) -> None:
+    fuse = ("server", "fuse", "../post/uploads", "--out", "out", "--key")
+    assert "error[wrong_key]" in call(*fuse, "../north/north.key").err
+    Path("out").mkdir()
+    (Path("out") / "south.safetensors").write_text("mine")
+    assert "error[exists]" in call(*fuse, "server.key").err
+    assert sorted(path.name for path in Path("out").iterdir()) == ["south.safetensors"], "all or none"
+    Path("server.key").chmod(0o644)
+    assert "error[key_permissions]" in call(*fuse, "server.key").err
+
+
+def test_a_reply_for_somebody_else_makes_no_model(finished: Path, tmp_path: Path) -> None:
+    reply = finished / "post" / "replies" / "south.safetensors"
+    with chdir(finished / "north"):
+        words = ("client", "personalize", "--reply", reply, "--data", "images", "--out", tmp_path / "m")
+        outcome = call(*words)
+        assert (outcome.code, "error[wrong_client]" in outcome.err) == (5, True)
+        assert "error[not_listed]" in call(*words, "--name", "nort").err
+        assert "error[which_site]" in call(*words, "--work", tmp_path).err
+        taken = (*words[:-1], Path("model"))
+        assert "error[exists]" in call(*taken).err
+    assert not list(tmp_path.iterdir())
+
+
+def test_onnx_gives_the_same_answers(finished: Path, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    import fedbicross
+
+    with chdir(finished / "north"):
+        reply = ("--reply", finished / "post" / "replies" / "north.safetensors")
+        ok("client", "personalize", *reply, "--data", "images", "--out", tmp_path / "model", "--onnx")
+    images = np.random.default_rng(0).integers(256, size=(5, 8, 8, 3), dtype=np.uint8)
+    session = runtime.InferenceSession((tmp_path / "model" / "model.onnx").read_bytes())
+    (answers,) = session.run(None, {"images": images})
+    assert np.allclose(answers, fedbicross.load_model(tmp_path / "model").probabilities(images), atol=1e-5)
+
+
+def test_onnx_without_its_packages_is_one_line(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with chdir(finished / "north"):
+        reply = ("--reply", finished / "post" / "replies" / "north.safetensors")
+        outcome = call("client", "personalize", *reply, "--data", "images", "--out", tmp_path / "m", "--onnx")
+    assert (outcome.code, "error[no_onnx]" in outcome.err) == (2, True)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_site_in_a_process_of_its_own(hospitals: Path, uploaded: Path) -> None:
+    shutil.rmtree(hospitals / "east" / "fedbicross-work")
+    outcome = console(
+        "client", "train", "--data", "images", "--key", "east.key", "--out", "again.safetensors", cwd=hospitals / "east"
+    )
+    assert outcome.code == 0, outcome.err
+    assert "training east: 1/1" in outcome.err and "what leaves:" in outcome.out
+    again = (hospitals / "east" / "again.safetensors").read_bytes()
+    assert again == (uploaded / "post" / "uploads" / "east.safetensors").read_bytes(), "same images, same bytes"

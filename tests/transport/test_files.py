@@ -1,0 +1,459 @@
+"""Three sites that share nothing but files end where a simulation ends; every mix-up has a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbicross.bundle import audit, keys, sign
+from fedbicross.context import Silent
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
+from fedbicross.federation import Client, Reply, Upload, simulate
+from fedbicross.methods.fedavg import FedAvg
+from fedbicross.transport import files
+from small import TINY_METHODS
+from transport.sites import NAMES, Sites, make_sites
+
+
+class Said(Silent):
+    """Progress that remembers what was said and which work was begun."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.begun: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+    def start(self, label: str, total: int) -> Any:
+        self.begun.append(label)
+        return super().start(label, total)
+
+
+def upload_all(sites: Sites, folder: Path) -> dict[str, bytes]:
+    return {
+        c.name: files.make_upload(sites.federation, c, sites.client_keys[c.name], folder / c.name)
+        for c in sites.clients
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sites, dict[str, bytes]]:
+    """FedAvg's three uploads, made once."""
+    sites = make_sites()
+    return sites, upload_all(sites, tmp_path_factory.mktemp("sites"))
+
+
+def code(expected: type[FedBiCrossError], call: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(expected) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return caught.value.code
+
+
+# --- the same result as a simulation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["fedavg", "ensemble:class_weighted", "local_only", "fedisca", "fedbicross:k2"])
+def test_equals_a_simulation_to_the_byte(spec: str, tmp_path: Path) -> None:
+    settings = TINY_METHODS.get(spec.partition(":")[0], {})
+    settings = {key: value for key, value in settings.items() if key != "clusters"}
+    sites = make_sites(spec, settings=settings, class_counts={"smallest": 0})
+    uploads = upload_all(sites, tmp_path)
+    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    expected = simulate(sites.federation.build(), sites.clients, sites.simulation())
+    for client in sites.clients:
+        found = files.personalize(sites.federation, client, replies[client.name], tmp_path / client.name)
+        assert found.pack() == expected[client.name].pack()
+
+
+def test_replies_differ_by_their_address_and_are_signed_by_the_server(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+) -> None:
+    sites, uploads = trained
+    replies = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    assert len(set(replies.values())) == 3
+    for name, data in replies.items():
+        reply = files.open_reply(sites.federation, data, name)
+        assert (reply.client, reply.run_id) == (name, sites.federation.run)
+    again = files.fuse_uploads(sites.federation, dict(reversed(uploads.items())), tmp_path / "b", sites.server_key)
+    assert again == replies, "the order in which uploads come in does not matter"
+
+
+# --- at the site ---------------------------------------------------------------------------------------------
+
+
+def test_an_upload_is_made_once(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, _ = trained
+    said, client = Said(), sites.clients[0]
+    make = (sites.federation, client, sites.client_keys[client.name], tmp_path)
+    first = files.make_upload(*make, said)
+    assert said.begun == ["training client-0"]
+    assert files.make_upload(*make, said) == first
+    assert said.begun == ["training client-0"]
+    for path in tmp_path.rglob("upload.safetensors"):
+        path.unlink()
+    assert files.make_upload(*make, said) == first, "the trained network is still there"
+    assert said.begun == ["training client-0"]
+
+
+def test_a_damaged_copy_is_not_sent(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, _ = trained
+    client = sites.clients[0]
+    make = (sites.federation, client, sites.client_keys[client.name], tmp_path)
+    data = bytearray(files.make_upload(*make))
+    data[-1] ^= 1
+    (tmp_path / "upload.safetensors").unlink()
+    (tmp_path / "upload.safetensors").write_bytes(data)
+    assert code(UploadError, files.make_upload, *make) == "digest"
+
+
+def test_other_images_another_key_or_another_name_are_refused(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+) -> None:
+    sites, _ = trained
+    client, key = sites.clients[0], sites.client_keys["client-0"]
+    files.make_upload(sites.federation, client, key, tmp_path / "a")
+    changed = Client(client.name, client.images[1:], client.labels[1:])
+    assert code(RunError, files.make_upload, sites.federation, changed, key, tmp_path / "a") == "changed"
+    other = sites.client_keys["client-1"]
+    assert code(ConfigError, files.make_upload, sites.federation, client, other, tmp_path / "b") == "wrong_key"
+    stranger = Client("client-9", client.images, client.labels)
+    assert code(ConfigError, files.make_upload, sites.federation, stranger, key, tmp_path / "b") == "not_listed"
+    small = Client(client.name, client.images[:, :8, :8], client.labels)
+    assert code(ConfigError, files.make_upload, sites.federation, small, key, tmp_path / "b") == "images"
+    odd = Client(client.name, client.images, client.labels + 1)
+    assert code(ConfigError, files.make_upload, sites.federation, odd, key, tmp_path / "b") == "labels"
+    assert not (tmp_path / "b").exists()
+
+
+def test_small_counts_stay_at_the_site(tmp_path: Path) -> None:
+    sites = make_sites("ensemble:class_weighted", class_counts={"smallest": 20})
+    client, key = sites.clients[0], sites.client_keys["client-0"]
+    assert all(0 < count < 20 for count in client.class_counts(3))
+    assert code(MethodError, files.make_upload, sites.federation, client, key, tmp_path) == "small_count"
+    policy = sites.federation.class_counts.model_copy(update={"below": "round_up"})
+    rounding = sites.federation.model_copy(update={"class_counts": policy})
+    data = files.make_upload(rounding, client, key, tmp_path)
+    assert files.verify_upload(rounding, data).class_counts == [20, 20, 20]
+
+
+def test_counts_and_their_sum_stay_in_agreement() -> None:
+    sites = make_sites()
+    policy = sites.federation.class_counts.model_copy(update={"smallest": 5, "below": "round_up"})
+    upload = Upload("x", sites.federation.task, class_counts=[0, 3, 9], num_samples=12)
+    changed = files._apply_counts(policy, upload)
+    assert (changed.class_counts, changed.num_samples) == ([0, 5, 9], 14)
+    alone = files._apply_counts(policy, Upload("x", sites.federation.task, num_samples=2))
+    assert alone.num_samples == 5
+
+
+# --- at the server: who may come in --------------------------------------------------------------------------
+
+
+def resigned(sites: Sites, data: bytes, key: Any, **changes: Any) -> bytes:
+    return sign(replace(Upload.unpack(data), **changes).pack(), key)
+
+
+def test_uploads_that_are_not_what_they_should_be(trained: tuple[Sites, dict[str, bytes]]) -> None:
+    sites, uploads = trained
+    data, key = uploads["client-0"], sites.client_keys["client-0"]
+
+    def refused(given: bytes, federation: Any = sites.federation) -> str:
+        return code(UploadError, files.verify_upload, federation, given)
+
+    assert refused(Upload.unpack(data).pack()) == "unsigned"
+    assert refused(resigned(sites, data, keys.generate_key())) == "unknown_key"
+    assert refused(resigned(sites, data, sites.client_keys["client-1"])) == "name_key_mismatch"
+    assert refused(resigned(sites, data, key, client="client-1")) == "name_key_mismatch"
+    assert refused(resigned(sites, data, key, run_id=None)) == "wrong_run"
+    assert refused(resigned(sites, data, key, run_id="other-run+" + "0" * 16)) == "wrong_run"
+    assert refused(data, make_other(sites, run_id="next-run")) == "wrong_run"
+    assert refused(data, make_other(sites, seed=6)) == "other_settings"
+    assert refused(data, make_other(sites, settings={"weighting": "uniform"})) == "other_settings"
+    task = sites.federation.task
+    assert refused(resigned(sites, data, key, task=replace(task, classes=("a", "b", "c")))) == "task_classes"
+    assert refused(resigned(sites, data, key, task=replace(task, model="cnn"))) == "task_model"
+    assert refused(resigned(sites, data, key, preprocessing="x/255")) == "task_preprocessing"
+    assert refused(resigned(sites, data, key, num_samples=0)) == "num_samples"
+    poisoned = {name: value.clone() for name, value in Upload.unpack(data).tensors.items()}
+    poisoned["head.weight"][0, 0] = torch.nan
+    assert refused(resigned(sites, data, key, tensors=poisoned)) == "non_finite"
+    assert code(MethodError, files.verify_upload, sites.federation, resigned(sites, data, key, num_samples=None))
+    reply = sign(Reply({}, {}, "client-0", sites.federation.run).pack(), key)
+    assert refused(reply) == "wrong_kind"
+    assert refused(data[:-1]) and refused(b"") == "too_short"
+
+
+def make_other(sites: Sites, **changes: Any) -> Any:
+    return sites.federation.model_copy(update=changes)
+
+
+def test_one_bad_file_does_not_spoil_the_rest(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    given: dict[str, Any] = dict(uploads)
+    given["junk.bin"] = b"junk"
+    (tmp_path / "copy.safetensors").write_bytes(uploads["client-0"])
+    given["copy.safetensors"] = tmp_path / "copy.safetensors"
+    given["gone.safetensors"] = tmp_path / "gone.safetensors"
+    received = files.receive(sites.federation, given)
+    assert list(received.uploads) == list(NAMES) and not received.missing
+    assert {name: entry.error.code for name, entry in received.refused.items()} == {
+        "junk.bin": "too_short",
+        "gone.safetensors": "cannot_read",
+    }
+    assert received.refused["junk.bin"].sha256 and received.refused["gone.safetensors"].sha256 is None
+
+
+def test_two_different_uploads_of_one_site_are_both_refused(trained: tuple[Sites, dict[str, bytes]]) -> None:
+    sites, uploads = trained
+    other = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], num_samples=23)
+    received = files.receive(sites.federation, {**uploads, "again": other, "third": other})
+    assert received.missing == ("client-0",)
+    assert {name: entry.error.code for name, entry in received.refused.items()} == {
+        "client-0": "two_uploads",
+        "again": "two_uploads",
+        "third": "two_uploads",
+    }
+
+
+# --- quorum, late, changed -----------------------------------------------------------------------------------
+
+
+def test_too_few_uploads(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    one = {"client-0": uploads["client-0"]}
+    with pytest.raises(MethodError, match="missing: client-1, client-2") as caught:
+        files.fuse_uploads(sites.federation, one, tmp_path, sites.server_key)
+    assert caught.value.code == "quorum"
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing is begun"
+    assert code(MethodError, files.fuse_uploads, sites.federation, {}, tmp_path, sites.server_key, quorum=0) == "quorum"
+    said = Said()
+    replies = files.fuse_uploads(sites.federation, one, tmp_path, sites.server_key, said, quorum=1)
+    assert list(replies) == ["client-0"] and "missing: client-1" in said.lines
+
+
+def test_a_late_upload_is_named_and_not_mixed_in(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    two = {name: uploads[name] for name in NAMES[:2]}
+    first = files.fuse_uploads(sites.federation, two, tmp_path, sites.server_key, quorum=2)
+    said = Said()
+    again = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key, said)
+    assert again == first
+    assert any(line.startswith("late: client-2") for line in said.lines)
+    everybody = files.fuse_uploads(sites.federation, uploads, tmp_path / "anew", sites.server_key)
+    assert list(everybody) == list(NAMES) and everybody["client-0"] != first["client-0"]
+
+
+def test_an_upload_that_changed_after_the_start_is_refused(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+) -> None:
+    sites, uploads = trained
+    first = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    other = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], num_samples=23)
+    changed = {**uploads, "client-0": other}
+    fuse = (files.fuse_uploads, sites.federation, changed, tmp_path, sites.server_key)
+    assert code(RunError, *fuse) == "uploads_changed"
+    assert files.fuse_uploads(sites.federation, {}, tmp_path, sites.server_key) == first, "the copies are kept"
+    kept = tmp_path / "uploads" / "client-1.safetensors"
+    kept.unlink()
+    kept.write_bytes(b"damaged")
+    assert code(RunError, files.fuse_uploads, sites.federation, {}, tmp_path, sites.server_key) == "damaged"
+    again = make_other(sites, seed=9)
+    assert code(RunError, files.fuse_uploads, again, {}, tmp_path, sites.server_key) == "changed"
+
+
+def test_the_server_needs_its_own_key(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    key = sites.client_keys["client-0"]
+    assert code(ConfigError, files.fuse_uploads, sites.federation, uploads, tmp_path / "x", key) == "wrong_key"
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_happened_is_in_the_audit_log(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    files.fuse_uploads(sites.federation, {**uploads, "junk": b"junk"}, tmp_path, sites.server_key)
+    log = tmp_path / files.AUDIT
+    lines = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert audit.verify(log) == len(lines)
+    assert [line["what"] for line in lines] == ["refused"] + ["accepted"] * 3 + ["fusion"] + ["reply"] * 3
+    assert lines[0]["code"] == "too_short" and len(lines[0]["sha256"]) == 64
+
+
+def test_a_network_that_nobody_trained_is_pointed_out(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    stolen = dict(Upload.unpack(uploads["client-1"]).tensors)
+    copy = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], tensors=stolen)
+    said = Said()
+    files.fuse_uploads(sites.federation, {**uploads, "client-0": copy}, tmp_path, sites.server_key, said)
+    assert any("same tensors" in line for line in said.lines)
+
+
+# --- replies -------------------------------------------------------------------------------------------------
+
+
+def test_replies_that_are_not_for_this_site(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    replies = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    mine = replies["client-0"]
+
+    def refused(data: bytes, federation: Any = sites.federation) -> str:
+        return code(UploadError, files.open_reply, federation, data, "client-0")
+
+    assert refused(replies["client-1"]) == "wrong_client"
+    assert refused(Reply.unpack(mine).pack()) == "unsigned"
+    assert refused(sign(Reply.unpack(mine).pack(), sites.client_keys["client-1"])) == "unknown_key"
+    assert refused(mine, make_other(sites, run_id="next-run")) == "wrong_run"
+    assert refused(mine, make_other(sites, seed=6)) == "other_settings"
+    assert refused(sign(replace(Reply.unpack(mine), run_id=None).pack(), sites.server_key)) == "wrong_run"
+    assert refused(uploads["client-0"]) == "unknown_key"
+    flipped = bytearray(mine)
+    flipped[-1] ^= 1
+    assert refused(bytes(flipped)) == "digest"
+    assert code(ConfigError, files.open_reply, sites.federation, mine, "nobody") == "not_listed"
+
+
+def test_a_signed_reply_with_nonsense_in_it_is_one_line(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+) -> None:
+    sites, _ = trained
+    run, client = sites.federation.run, sites.clients[0]
+    for tensors in ({}, {"head.weight": torch.zeros(3, 3)}):
+        data = sign(Reply(tensors, {"rounds_done": 1}, client.name, run).pack(), sites.server_key)
+        found = code(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
+        assert found in ("architecture", "bad_reply")
+    infinite = sign(Reply({"x": torch.tensor([torch.inf])}, {}, client.name, run).pack(), sites.server_key)
+    assert code(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
+    bicross = make_sites("fedbicross:k2")
+    nonsense = sign(Reply({}, {}, "client-0", bicross.federation.run).pack(), bicross.server_key)
+    work = tmp_path / "bicross"
+    assert code(UploadError, files.personalize, bicross.federation, bicross.clients[0], nonsense, work) == "bad_reply"
+
+
+# --- kills and locks -----------------------------------------------------------------------------------------
+
+
+def test_only_one_process_at_a_time(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    from fedbicross.runs.store import RunFolder
+
+    sites, uploads = trained
+    with RunFolder(tmp_path):
+        assert code(RunError, files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key) == "locked"
+
+
+def test_a_fusion_that_breaks_off_goes_on(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, uploads = trained
+    expected = files.fuse_uploads(sites.federation, uploads, tmp_path / "whole", sites.server_key)
+    calls = 0
+
+    def counted(self: Any, given: Any, ctx: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+        return original(self, given, ctx)
+
+    original = FedAvg.fuse
+    monkeypatch.setattr(FedAvg, "fuse", counted)
+    with pytest.raises(KeyboardInterrupt):
+        files.fuse_uploads(sites.federation, uploads, tmp_path / "broken", sites.server_key)
+    again = files.fuse_uploads(sites.federation, {}, tmp_path / "broken", sites.server_key)
+    assert again == expected
+    assert files.fuse_uploads(sites.federation, uploads, tmp_path / "broken", sites.server_key) == expected
+    assert calls == 2, "what is finished is not done again"
+
+
+KILLED = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fedbicross.bundle import keys
+from fedbicross.transport import files
+import fedbicross.context as context
+folder = Path(sys.argv[1])
+federation = files.load_federation(folder / "federation.toml")
+key = keys.load_private_key(folder / "server.key")
+saved = context.Context.save_stage_when_due
+def told(self, name, state):
+    self.save_stage(name, *state())
+    print("stage", flush=True)
+    import time
+    time.sleep(60)
+context.Context.save_stage_when_due = told
+files.fuse_uploads(federation, {p.stem: p for p in sorted((folder / "uploads").iterdir())}, folder / "work", key)
+"""
+
+
+def test_a_killed_fusion_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL in the middle of the synthesis, after a checkpoint; the second process goes on from it."""
+    settings = {key: value for key, value in TINY_METHODS["fedbicross"].items() if key != "clusters"}
+    sites = make_sites("fedbicross:k2", settings=settings)
+    uploads = upload_all(sites, tmp_path / "sites")
+    expected = files.fuse_uploads(sites.federation, uploads, tmp_path / "whole", sites.server_key)
+    (tmp_path / "federation.toml").write_text(files.federation_text(sites.federation))
+    keys.save_private_key(tmp_path / "server.key", sites.server_key)
+    (tmp_path / "uploads").mkdir()
+    for name, data in uploads.items():
+        (tmp_path / "uploads" / f"{name}.safetensors").write_bytes(data)
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "stage\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list((tmp_path / "work" / "stages").rglob("*.safetensors")), "a checkpoint is there"
+    found = files.fuse_uploads(sites.federation, uploads, tmp_path / "work", sites.server_key)
+    assert found == expected
+
+
+def test_a_full_disk_is_one_line(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedbicross.runs.store import DiskStore
+
+    sites, uploads = trained
+
+    def full(self: Any, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "save", full)
+        assert (
+            code(RunError, files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key) == "cannot_write"
+        )
+    assert len(files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)) == 3
+
+
+def test_the_server_side_cannot_reach_images() -> None:
+    from imports import SOURCE, reachable
+
+    found = reachable([SOURCE / "transport" / "files.py"])
+    assert SOURCE / "bundle" / "sign.py" in found and SOURCE / "methods" / "fedbicross.py" in found
+    assert not [path for path in found if path.is_relative_to(SOURCE / "data")]
+
+
+def test_torch_is_not_imported_before_it_is_needed() -> None:
+    probe = "import sys, fedbicross.transport.files; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_new_key_signs_again_without_training(tmp_path: Path) -> None:
+    sites = make_sites()
+    client, new, said = sites.clients[0], keys.generate_key(), Said()
+    old = files.make_upload(sites.federation, client, sites.client_keys[client.name], tmp_path)
+    listed = {**sites.federation.clients, client.name: keys.public_text(new)}
+    changed = sites.federation.model_copy(update={"clients": listed})
+    data = files.make_upload(changed, client, new, tmp_path, said)
+    assert data != old and not said.begun
+    assert files.verify_upload(changed, data).client == client.name
+    assert code(UploadError, files.verify_upload, changed, old) == "unknown_key"

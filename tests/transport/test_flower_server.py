@@ -1,0 +1,406 @@
+"""The server's side against nodes played in this process: who is asked when, what is believed, when it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedbicross.bundle import keys, sign
+from fedbicross.errors import MethodError, RunError, UploadError
+from fedbicross.federation import Upload
+from fedbicross.transport import files
+from fedbicross.transport.flower import carry
+from fedbicross.transport.flower.places import Waiting
+from fedbicross.transport.flower.server import OneShot
+from small import tiny_clients
+
+KEYS = {name: keys.generate_key() for name in ("client-0", "client-1", "client-2")}
+SERVER_KEY = keys.generate_key()
+Answer = Callable[[Message], Message | None]
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower lets only the process of a run make messages."""
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+@pytest.fixture(scope="module")
+def federation() -> files.FederationFile:
+    return files.new_federation(
+        classes=["a", "b", "c"],
+        server=keys.public_text(SERVER_KEY),
+        clients={name: keys.public_text(key) for name, key in KEYS.items()},
+        image_size=12,
+        model="resnet8",
+        method="majority",
+        quorum=2,
+        class_counts={"smallest": 1},
+        run_id="played",
+    )
+
+
+@pytest.fixture(scope="module")
+def uploads(federation: files.FederationFile, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    work = tmp_path_factory.mktemp("sites")
+    return {
+        client.name: files.make_upload(federation, client, KEYS[client.name], work / client.name, device="cpu")
+        for client in tiny_clients()
+    }
+
+
+class Clock:
+    """Time that passes only while the server sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Node:
+    """A node: the name that the operator gave it, and what it answers to each kind of question, in turn."""
+
+    train: list[Answer]
+    evaluate: list[Answer] = field(default_factory=list)
+    name: str = ""
+    online_from: float = 0.0
+    takes: float = 0.0  # seconds to each answer
+    asked: list[tuple[str, float]] = field(default_factory=list)
+
+
+class PlayedGrid(Grid):
+    """Flower's grid without Flower."""
+
+    def __init__(self, nodes: dict[int, Node], clock: Clock) -> None:
+        self.nodes, self.clock = nodes, clock
+        self.answers: dict[str, tuple[float, Message]] = {}
+        self.largest_pull = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        numbers = []
+        for message in messages:
+            node = self.nodes[message.metadata.dst_node_id]
+            number = f"message-{sum(len(n.asked) for n in self.nodes.values())}"
+            message.metadata.__dict__["_message_id"] = number
+            kind = message.metadata.message_type
+            script = node.train if kind == "train" else node.evaluate
+            node.asked.append((kind, self.clock()))
+            answer = (script.pop(0) if len(script) > 1 else script[0])(message)
+            if answer is not None:
+                self.answers[number] = (self.clock() + node.takes, answer)
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        ready = [n for n in message_ids if n in self.answers and self.answers[n][0] <= self.clock()]
+        found = [self.answers.pop(number)[1] for number in ready]
+        self.largest_pull = max(self.largest_pull, len(found))
+        return found
+
+    def get_nodes(self) -> Any:
+        here = {number: node for number, node in self.nodes.items() if node.online_from <= self.clock()}
+        return [SimpleNamespace(node_id=number, name=node.name) for number, node in here.items()]
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node.node_id for node in self.get_nodes()]
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    run = property(lambda self: None)
+
+    def create_message(self, *args: Any, **more: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, *args: Any, **more: Any) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def sends(data: bytes) -> Answer:
+    return lambda message: Message(carry.content({}, data), reply_to=message)
+
+
+def confirms(message: Message) -> Message:
+    digest = hashlib.sha256(carry.bundle_of(message)).hexdigest()
+    return Message(carry.content({"sha256": digest, "state": "model_made"}), reply_to=message)
+
+
+def says(**note: str) -> Answer:
+    return lambda message: Message(carry.content(note), reply_to=message)
+
+
+def fails(code: int, reason: str = "") -> Answer:
+    return lambda message: Message(Error(code, reason), reply_to=message)
+
+
+def silent(message: Message) -> None:
+    del message
+
+
+@dataclass
+class Played:
+    summary: dict[str, Any]
+    said: list[str]
+    fused: list[list[str]]
+    grid: PlayedGrid
+    clock: Clock
+    began: float = 1000.0
+
+
+def play(
+    federation: files.FederationFile,
+    folder: Path,
+    *nodes: Node,
+    fuse: Callable[[dict[str, Path]], dict[str, bytes]] | None = None,
+    kind: type[PlayedGrid] = PlayedGrid,
+    **limits: float,
+) -> Played:
+    clock, said, fused = Clock(), [], []
+    grid = kind({100 + number: node for number, node in enumerate(nodes)}, clock)
+
+    def joined(paths: Any) -> dict[str, bytes]:
+        fused.append(sorted(paths))
+        return {name: f"reply to {name}".encode() for name in paths}
+
+    waiting = Waiting(**{"deadline_seconds": 1000.0, "grace_seconds": 100.0, **limits})
+    strategy = OneShot(federation, folder, fuse or joined, waiting, said.append, clock, clock.sleep)
+    try:
+        strategy.start(grid)
+    finally:
+        summary = json.loads((folder / "flower.json").read_text()) if (folder / "flower.json").exists() else {}
+        outcome = Played(summary, said, fused, grid, clock)
+        play.last = outcome  # type: ignore[attr-defined]
+    return outcome
+
+
+def all_well(uploads: dict[str, bytes]) -> list[Node]:
+    return [Node([sends(data)], [confirms]) for data in uploads.values()]
+
+
+def test_everybody_sends_and_gets_a_reply_of_its_own(federation, uploads, tmp_path) -> None:
+    done = play(federation, tmp_path, *all_well(uploads))
+    assert done.summary["complete"] is True
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+    assert done.fused == [sorted(KEYS)]
+    assert {path.stem: path.read_bytes() for path in (tmp_path / "uploads").iterdir()} == uploads
+    assert done.grid.largest_pull == 1  # one upload in memory, not one from every site
+    for node in done.grid.nodes.values():
+        assert [kind for kind, _ in node.asked] == ["train", "evaluate"]
+
+
+def test_each_upload_is_on_disk_before_the_next_one_is_looked_at(federation, uploads, tmp_path) -> None:
+    on_disk = []
+
+    class Watched(PlayedGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            on_disk.append(len(list((tmp_path / "uploads").glob("*"))))
+            return super().pull_messages(message_ids)
+
+    play(federation, tmp_path, *all_well(uploads), kind=Watched)
+    assert on_disk[:3] == [0, 1, 2]
+
+
+def test_a_second_run_goes_on_from_the_uploads_on_disk(federation, uploads, tmp_path) -> None:
+    play(federation, tmp_path, *all_well(uploads))
+    away = [Node([sends(data)], [confirms]) for name, data in uploads.items() if name != "client-2"]
+    done = play(federation, tmp_path, *away)
+    assert done.fused == [sorted(KEYS)]  # its upload counts, though the site is away now
+    assert done.summary["undelivered"] == ["client-2"]
+    assert done.summary["missing"] == []
+
+
+def test_quorum_then_grace(federation, uploads, tmp_path) -> None:
+    one, two, _ = all_well(uploads)
+    dead = Node([silent])
+    done = play(federation, tmp_path, one, two, dead, grace_seconds=50.0)
+    assert done.fused == [["client-0", "client-1"]]
+    assert done.summary["missing"] == ["client-2"]
+    assert "fusing; missing: client-2" in done.said
+    assert 50 <= done.clock.now - done.began <= 60
+
+
+def test_a_site_that_comes_within_the_grace_takes_part(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    three.online_from = 1090.0
+    done = play(federation, tmp_path, one, two, three, grace_seconds=100.0)
+    assert done.fused == [sorted(KEYS)]
+    assert done.summary["missing"] == []
+
+
+def test_no_quorum_until_the_deadline_is_an_error_that_names_the_missing(federation, uploads, tmp_path) -> None:
+    one, *_ = all_well(uploads)
+    with pytest.raises(MethodError, match=r"1 uploads came, 2 are needed; missing: client-1, client-2") as caught:
+        play(federation, tmp_path, one, Node([silent]), deadline_seconds=300.0)
+    assert caught.value.code == "quorum"
+    last = play.last  # type: ignore[attr-defined]
+    assert last.fused == []
+    assert last.summary["complete"] is False
+    assert (tmp_path / "uploads/client-0.safetensors").exists()  # nothing is lost: the next run begins with it
+
+
+@pytest.mark.parametrize(("code", "word"), [(5, "node_lost"), (8, "app_killed"), (2, "app_failed"), (77, "unknown")])
+def test_a_node_that_failed_is_asked_again_ever_more_rarely(federation, uploads, tmp_path, code, word) -> None:
+    one, two, three = all_well(uploads)
+    three.train = [fails(code, "/home/secret/path"), fails(code), fails(code), *three.train]
+    done = play(federation, tmp_path, one, two, three, retry_seconds=60.0, grace_seconds=900.0)
+    assert done.summary["refused"] == [word] * 3
+    assert done.summary["missing"] == []
+    moments = [moment for kind, moment in three.asked if kind == "train"]
+    pauses = [later - earlier for earlier, later in pairwise(moments)]
+    assert [round(pause / 60) for pause in pauses] == [1, 2, 4]
+    assert not any("secret" in line for line in done.said)
+
+
+def test_a_site_that_could_not_is_named_by_its_registration(federation, uploads, tmp_path) -> None:
+    one, two, _ = all_well(uploads)
+    unable = Node([says(code="no_images")], name="client-2")
+    done = play(federation, tmp_path, one, two, unable)
+    assert "no_images" in done.summary["refused"]
+    assert any(line.startswith("client-2: error[no_images]") for line in done.said)
+
+
+def test_words_from_outside_are_made_plain(federation, uploads, tmp_path) -> None:
+    one, two, _ = all_well(uploads)
+    rude = Node([says(code="\x1b[31m<script>\n" + "x" * 100)])
+    done = play(federation, tmp_path, one, two, rude)
+    assert done.summary["refused"][0] == "31mscript" + "x" * 31
+
+
+def refusals(federation: files.FederationFile, uploads: dict[str, bytes], tmp_path: Path) -> dict[str, Answer]:
+    flipped = bytearray(uploads["client-2"])
+    flipped[-1] ^= 1
+    stranger = sign(Upload.unpack(uploads["client-2"]).pack(), keys.generate_key())
+    other = federation.model_copy(update={"run_id": "other"})
+    client = tiny_clients()[2]
+    replayed = files.make_upload(other, client, KEYS["client-2"], tmp_path / "other", device="cpu")
+    wrong = ArrayRecord({"bundle": Array("float32", (1,), "numpy.ndarray", b"\x93NUMPY")})
+    return {
+        "flipped": sends(bytes(flipped)),
+        "stranger": sends(stranger),
+        "replayed": sends(replayed),
+        "empty": sends(b""),
+        "nothing": lambda m: Message(RecordDict(), reply_to=m),
+        "no_bundle": says(),
+        "numpy": lambda m: Message(RecordDict({"note": ConfigRecord({}), "bundle": wrong}), reply_to=m),
+        "note_of_numbers": lambda m: Message(RecordDict({"note": ConfigRecord({"code": 7})}), reply_to=m),
+    }
+
+
+def test_what_is_no_valid_upload_concerns_its_node_only(federation, uploads, tmp_path) -> None:
+    for name, answer in refusals(federation, uploads, tmp_path).items():
+        one, two, _ = all_well(uploads)
+        done = play(federation, tmp_path / name, one, two, Node([answer]))
+        assert done.summary["delivered"] == dict.fromkeys(["client-0", "client-1"], "model_made"), name
+        assert done.summary["missing"] == ["client-2"], name
+        assert done.summary["refused"], name
+        assert not (tmp_path / name / "uploads/client-2.safetensors").exists(), name
+
+
+def test_two_nodes_with_one_upload(federation, uploads, tmp_path) -> None:
+    thief = Node([sends(uploads["client-0"])], [confirms])
+    done = play(federation, tmp_path, *all_well(uploads), thief)
+    assert "two_nodes" in done.summary["refused"]
+    assert [kind for kind, _ in thief.asked if kind == "evaluate"] == []
+
+
+def test_a_node_registered_for_another_site(federation, uploads, tmp_path) -> None:
+    wrong = Node([sends(uploads["client-0"])], [confirms], name="client-1")
+    done = play(federation, tmp_path, wrong, *all_well(uploads))
+    assert "wrong_node" in done.summary["refused"]
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+
+
+def test_the_first_upload_of_a_site_stays(federation, uploads, tmp_path) -> None:
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads/client-0.safetensors").write_bytes(uploads["client-0"] + b" ")
+    done = play(federation, tmp_path, *all_well(uploads))
+    assert "two_uploads" in done.summary["refused"]
+    assert done.summary["undelivered"] == ["client-0"]
+    assert (tmp_path / "uploads/client-0.safetensors").read_bytes() == uploads["client-0"] + b" "
+
+
+def test_a_receipt_for_something_else_does_not_count(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    three.evaluate = [says(sha256="0" * 64, state="model_made")]
+    done = play(federation, tmp_path, one, two, three)
+    assert done.summary["undelivered"] == ["client-2"]
+    assert "receipt" in done.summary["refused"]
+
+
+def test_a_reply_that_did_not_arrive_is_sent_again(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    three.evaluate = [fails(5), confirms]
+    done = play(federation, tmp_path, one, two, three)
+    assert done.summary["undelivered"] == []
+    assert [kind for kind, _ in three.asked] == ["train", "evaluate", "evaluate"]
+
+
+def test_a_site_at_work_on_its_reply_is_waited_for_beyond_the_grace(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    one.takes = 80.0
+    done = play(federation, tmp_path, one, two, three, grace_seconds=10.0)
+    assert done.fused == [["client-1", "client-2"]]  # its upload came too late ...
+    slow = [Node([sends(data)], [confirms], takes=80.0) for data in uploads.values()]
+    done = play(federation, tmp_path / "slow", *slow, grace_seconds=10.0)
+    assert sorted(done.summary["delivered"]) == sorted(KEYS)  # ... but nobody is left without a reply under way
+
+
+def test_the_deadline_ends_even_that(federation, uploads, tmp_path) -> None:
+    nodes = [Node([sends(data)], [silent]) for data in uploads.values()]
+    done = play(federation, tmp_path, *nodes, deadline_seconds=200.0)
+    assert done.summary["undelivered"] == sorted(KEYS)
+    assert 200 <= done.clock.now - done.began <= 210
+
+
+def test_a_late_upload_is_named_and_not_mixed_in(federation, uploads, tmp_path) -> None:
+    two_only = {name: b"reply to " + name.encode() for name in ("client-0", "client-1")}
+    done = play(federation, tmp_path, *all_well(uploads), fuse=lambda paths: two_only)
+    assert done.summary["late"] == ["client-2"]
+    assert sorted(done.summary["delivered"]) == ["client-0", "client-1"]
+
+
+def test_a_server_that_is_just_leaving_is_waited_for(federation, uploads, tmp_path) -> None:
+    tries = []
+
+    def fuse(paths: dict[str, Path]) -> dict[str, bytes]:
+        tries.append(1)
+        if len(tries) < 3:
+            raise RunError("locked", "another process is running")
+        return dict.fromkeys(paths, b"reply")
+
+    done = play(federation, tmp_path, *all_well(uploads), fuse=fuse)
+    assert done.summary["complete"] is True
+    assert len(tries) == 3
+
+
+def test_one_round_only(federation, tmp_path) -> None:
+    strategy = OneShot(federation, tmp_path, lambda paths: {}, Waiting(), print)
+    with pytest.raises(MethodError, match="2 rounds"):
+        strategy.start(PlayedGrid({}, Clock()), num_rounds=2)
+
+
+def test_bytes_travel_unchanged() -> None:
+    for data in (b"", b"\0", bytes(range(256)) * 1000):
+        message = Message(carry.content({"a": "b"}, data), 1, "train")
+        assert carry.bundle_of(message) == data
+        assert carry.note_of(message) == {"a": "b"}
+    with pytest.raises(UploadError, match="no bundle"):
+        carry.bundle_of(Message(carry.content({}), 1, "train"))

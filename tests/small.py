@@ -13,9 +13,17 @@ from fedbicross.federation import Client
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedavg:multi_round": {"rounds": 3},
+    "dafl": {"steps": 3, "batch": 12, "epochs": 2, "latent": 8, "width": 8},
+    "dafl:cifar10": {"batch": 12, "epochs": 2, "latent": 8},
+    "dafl:cifar100": {"batch": 12, "epochs": 2, "latent": 8},
+    "dafl:cmi": {"steps": 3, "batch": 12, "latent": 8},
+    "dense": {"steps": 3, "batch": 12, "epochs": 3, "latent": 8, "width": 8},
+    "co_boosting": {"steps": 3, "batch": 12, "epochs": 3, "latent": 8, "width": 8},
     "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
     "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
     "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},
+    "fedisca:five_shots": {"shots": 3},
+    "e_fedisca:five_shots": {"shots": 3},
     "fedbicross:repeated": {"trajectories": 3},
 }
 

@@ -6,12 +6,13 @@ import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbicross import seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
+from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What all sites agreed on before anyone trained."""
+    """What all sites agreed on before anyone trained; of an upload, with the architecture of its client."""
 
     classes: tuple[str, ...]
     image_size: int
     channels: int
-    model: str
+    model: str  # of the server and its students; of clients too, unless they bring their own
 
     def as_json(self) -> dict[str, Any]:
         """The task as it stands in a manifest."""
@@ -163,6 +164,8 @@ class Context:
     progress: Progress = field(default_factory=Silent)
     record: Record = field(default_factory=Record)
     event: Callable[..., None] = _no_event
+    client_models: Mapping[str, str] = field(default_factory=dict)  # architecture by client; else the task's
+    streams: tuple[str, ...] = ()  # before the names of random streams and checkpoints: a later shot has its own
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
     _at_work: tuple[str, str] | None = None  # verb and name
@@ -171,11 +174,15 @@ class Context:
 
     def rng(self, *names: str) -> np.random.Generator:
         """A NumPy stream for a named purpose."""
-        return seeds.numpy_rng(self.seed, *names)
+        return seeds.numpy_rng(self.seed, *self.streams, *names)
 
     def torch_rng(self, *names: str, device: str = "cpu") -> torch.Generator:
         """A torch stream for a named purpose."""
-        return seeds.torch_rng(self.seed, *names, device=device)
+        return seeds.torch_rng(self.seed, *self.streams, *names, device=device)
+
+    def at_shot(self, shot: int) -> Context:
+        """The same context with random streams and checkpoints of this shot alone; the first has the plain ones."""
+        return replace(self, streams=(f"shot-{shot}",) if shot > 1 else ())
 
     @contextmanager
     def measured(self, verb: str, name: str) -> Iterator[None]:
@@ -220,12 +227,16 @@ class Context:
             self.save_stage(name, *state())
             self._last_save = time.monotonic()
 
+    def drop_stage(self, name: str) -> None:
+        """Forget one checkpoint."""
+        self.store.drop(self._stage(name))
+
     def drop_stages(self) -> None:
         """Forget this method's checkpoints."""
         self.store.drop(f"stages/{self.scope}")
 
     def _stage(self, name: str) -> str:
-        return f"stages/{self.scope}/{name}.safetensors"
+        return "/".join(["stages", self.scope, *self.streams, f"{name}.safetensors"])
 
     # --- client models, trained once and shared by all methods ---------------------------------------
 
@@ -261,7 +272,7 @@ class Context:
     def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
         """One client's training, which begins at the first ``next`` and keeps its result."""
         stream = ("init",) if self.training.init == "shared" else ("init", client.name)
-        model = self.new_model(seeds.torch_rng(self._training_seed, *stream))
+        model = self.new_model(seeds.torch_rng(self._training_seed, *stream), self.model_of(client))
         update = self.progress.start(f"training {client.label}", self.training.epochs)
         trained = yield from self._train(
             client,
@@ -284,13 +295,45 @@ class Context:
         total_epochs: int,
     ) -> dict[str, Tensor]:
         """A short visit of training from ``start`` (none: the shared initialisation); the last epoch's weights."""
-        model = self.new_model(seeds.torch_rng(self._training_seed, "init"))
+        model = self.new_model(seeds.torch_rng(self._training_seed, "init"), self.model_of(client))
         if start is not None:
             model.load_state_dict(dict(start))
         last = self.training.model_copy(update={"select": "last"})
         from fedbicross.engine.train import side_by_side
 
         job = self._train(client, model, last, epochs=epochs, first_epoch=first_epoch, total_epochs=total_epochs)
+        (trained,) = side_by_side([job])
+        self.record.flops += trained.flops
+        return trained.state
+
+    def retrain(
+        self, client: Client, start: Mapping[str, Tensor], *, visit: str, epochs: int | None = None
+    ) -> dict[str, Tensor]:
+        """Local training once more, by the run's whole recipe but from ``start``; ``visit`` names its batches.
+
+        The images held back for validation are those of the first training: none of them has been trained on.
+        """
+        from fedbicross import models
+        from fedbicross.engine.train import side_by_side
+
+        model = models.build(*self.architecture_of(client))
+        try:
+            model.load_state_dict(dict(start))
+        except RuntimeError:
+            text = f"{client.label} has a {self.model_of(client)}, which the weights of the reply do not fit"
+            raise MethodError("wrong_weights", text) from None
+        count = self.training.epochs if epochs is None else epochs
+        update = self.progress.start(f"training {client.label}, {visit}", count)
+        job = self._train(
+            client,
+            model,
+            self.training,
+            epochs=count,
+            visit=(visit,),
+            store=self.store,
+            checkpoint=self._stage(f"{visit}-{self.local_model_key(client)}"),
+            on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
+        )
         (trained,) = side_by_side([job])
         self.record.flops += trained.flops
         return trained.state
@@ -303,14 +346,14 @@ class Context:
 
         return training(
             model,
-            self.task.model,
+            self.model_of(client),
             client.images,
             client.labels,
             client.patients,
             recipe,
             seed=self._training_seed,
             stream=("training", client.name),
-            forward_flops=models.forward_flops(*self.architecture),
+            forward_flops=models.forward_flops(*self.architecture_of(client)),
             device=self.device,
             precision=self.precision,
             fast=self.fast,
@@ -322,25 +365,37 @@ class Context:
         parts = {
             "client": client.name,
             "data": client.digest,
-            "task": self.task.as_json(),
+            "task": self.task_of(client).as_json(),
             "training": self.training.model_dump(),
             "seed": self._training_seed,
             "precision": f"{self.device}-{self.precision}",
         }
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
-    def new_model(self, rng: torch.Generator) -> torch.nn.Module:
-        """A freshly initialised network of the task's architecture."""
+    def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
+        """A freshly initialised network of the task's architecture, or of the one named."""
         from fedbicross import models
 
-        model = models.build(*self.architecture)
+        model = models.build(name or self.task.model, *self.architecture[1:])
         models.initialise(model, rng)
         return model
 
     @property
     def architecture(self) -> tuple[str, int, int, int]:
-        """Arguments of ``models.build`` for this task."""
+        """Arguments of ``models.build`` for the server's model of this task."""
         return self.task.model, self.task.channels, len(self.task.classes), self.task.image_size
+
+    def model_of(self, client: Client) -> str:
+        """The architecture that this client trains; the server's unless it brings its own."""
+        return self.client_models.get(client.name, self.task.model)
+
+    def task_of(self, client: Client) -> Task:
+        """The task as it stands in this client's upload: with its own architecture."""
+        return replace(self.task, model=self.model_of(client))
+
+    def architecture_of(self, client: Client) -> tuple[str, int, int, int]:
+        """Arguments of ``models.build`` for this client's own network."""
+        return self.model_of(client), *self.architecture[1:]
 
     @property
     def _training_seed(self) -> int:

@@ -15,13 +15,14 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from fedbicross.bundle import pack, unpack, validate
+from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Store, Task
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.settings import Settings
@@ -243,6 +244,11 @@ class Method(ABC, Generic[ConfigT]):
         return 1
 
     @property
+    def refuses_mixed_models(self) -> str:
+        """Why every client must have the server's architecture, in words; empty where clients may bring their own."""
+        return f"{self.name} does not say that it can"
+
+    @property
     @abstractmethod
     def leaves(self) -> str:
         """What leaves the hospital, in one sentence."""
@@ -287,26 +293,47 @@ def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:
                 raise MethodError(f"needs_{need}", f"{method.name} needs {need}, which {upload.client!r} did not send")
 
 
-def simulate(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
+def mixed_models_problem(method: Method[Any], architectures: Iterable[str], model: str, called: str = "") -> str:
+    """Why these clients cannot take part, where one has another architecture than the server; empty if they can."""
+    others = sorted(set(architectures) - {model})
+    if not others or not method.refuses_mixed_models:
+        return ""
+    problem = f"{called or method.name} cannot work with clients of another architecture than the run's {model}"
+    return f"{problem} ({', '.join(others)}): {method.refuses_mixed_models}"
+
+
+AfterRound = Callable[[int, Mapping[str, "Predictor"]], None]
+
+
+def simulate(
+    method: Method[Any], clients: Sequence[Client], ctx: Context, after_round: AfterRound | None = None
+) -> dict[str, Predictor]:
     """Run a whole federation on this machine, through the bytes that would travel; one predictor per client.
 
     Every step is kept in ``ctx.store`` under its name, so that a second call goes on where a killed one stopped.
+    ``after_round`` is shown what each of several rounds would have ended with, where the reply is the model; after a
+    kill it may be shown the same round again.
     """
     clients = in_order(clients)
+    problem = mixed_models_problem(method, map(ctx.model_of, clients), ctx.task.model)
+    if problem:
+        raise MethodError("mixed_models", problem)
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
     if ctx.fast and method.uses_local_models:
         ctx.train_local_models(clients)
     done, replies = _newest_round(method, clients, ctx)
-    _drop_round(ctx, done - 1)  # a kill may have come between the two
+    if done:
+        _end_round(method, clients, replies, done, ctx, after_round)  # a kill may have come before its end
     for number in range(done + 1, method.rounds + 1):
-        folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{number:03d}"
+        folder = round_folder(ctx, method.rounds, number)
         for client, previous in zip_longest(clients, replies):
             _step(ctx, "upload", folder, client, partial(method.upload, client, ctx, previous))
         uploads = _read_shared(ctx.store, _paths("uploads", folder, clients), Upload.unpack)
         check_needs(method, uploads)
         replies = _fuse(method, uploads, folder, ctx)
-        _drop_round(ctx, number - 1)
+        if method.rounds > 1:
+            _end_round(method, clients, replies, number, ctx, after_round)
     made: dict[int, bytes] = {}  # where the client plays no part in the result, equal replies give equal models
     for client, reply in zip(clients, replies, strict=True):
         make = partial(method.personalize, client, reply, ctx)
@@ -319,6 +346,63 @@ def simulate(method: Method[Any], clients: Sequence[Client], ctx: Context) -> di
 
 def _paths(kind: str, folder: str, clients: Sequence[Client]) -> list[str]:
     return [f"{kind}/{folder}/{file_name(client.name)}.safetensors" for client in clients]
+
+
+def round_folder(ctx: Context, rounds: int, number: int) -> str:
+    """Where the files of a round lie; a one-shot method needs no folder for its only one."""
+    return ctx.scope if rounds == 1 else f"{ctx.scope}/round-{number:03d}"
+
+
+def _end_round(
+    method: Method[Any],
+    clients: Sequence[Client],
+    replies: Sequence[Reply],
+    number: int,
+    ctx: Context,
+    after_round: AfterRound | None,
+) -> None:
+    """Keep what the report needs of a round, show its models, and only then forget the one before."""
+    name = _round_record(ctx, number)
+    if ctx.store.load(name) is None:
+        ctx.store.save(name, canonical_json(_summarise_round(method, clients, number, ctx)).encode())
+    if after_round is not None and not method.personal:
+        models: dict[int, Predictor] = {}
+        for client, reply in zip(clients, replies, strict=True):
+            if id(reply) not in models:
+                models[id(reply)] = method.personalize(client, reply, ctx)
+        after_round(number, {c.name: models[id(reply)] for c, reply in zip(clients, replies, strict=True)})
+    _drop_round(ctx, number - 1)
+
+
+def _round_record(ctx: Context, number: int) -> str:
+    return f"records/rounds/{ctx.scope}/round-{number:03d}.json"
+
+
+def _summarise_round(method: Method[Any], clients: Sequence[Client], number: int, ctx: Context) -> dict[str, Any]:
+    """One record for a whole round: costs by client and of the server, warnings, and the client models used."""
+    folder = round_folder(ctx, method.rounds, number)
+    names = [f"records/upload/{folder}/{file_name(client.name)}.json" for client in clients]
+    at_clients, at_server = _load_records(ctx, names), _load_records(ctx, [f"records/fuse/{folder}/server.json"])
+    both = [*at_clients, *at_server]
+    return {
+        "client_flops": sum(record["flops"] for record in at_clients),
+        "server_flops": sum(record["flops"] for record in at_server),
+        "bytes": {client.name: list(travelled(ctx, folder, client.name)) for client in clients},
+        "warnings": list(dict.fromkeys(text for record in both for text in record["warnings"])),
+        "local_models": list(dict.fromkeys(key for record in both for key in record["local_models"])),
+    }
+
+
+def travelled(ctx: Context, folder: str, client: str) -> tuple[int, int]:
+    """Bytes of a client's upload and reply; a bundle without content is only a manifest and would not be sent."""
+    upload, reply = (f"{kind}/{folder}/{file_name(client)}.safetensors" for kind in ("uploads", "replies"))
+    sizes = [ctx.store.size(upload), ctx.store.size(reply)]
+    small = 1 << 16
+    if sizes[0] < small and Upload.unpack(ctx.store.load(upload) or b"").empty:
+        sizes[0] = 0
+    if sizes[1] < small and Reply.unpack(ctx.store.load(reply) or b"").empty:
+        sizes[1] = 0
+    return sizes[0], sizes[1]
 
 
 def _drop_round(ctx: Context, number: int) -> None:
@@ -432,10 +516,28 @@ def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Contex
 
 
 def records(ctx: Context, clients: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """The records of a finished method in a fixed order: uploads, server, personalisation."""
-    folder = ctx.scope if rounds == 1 else f"{ctx.scope}/round-{rounds:03d}"
+    """The records of a finished method in a fixed order: earlier rounds, uploads, server, personalisation."""
+    folder = round_folder(ctx, rounds, rounds)
     names = [f"records/upload/{folder}/{file_name(c)}.json" for c in clients]
     names += [f"records/fuse/{folder}/server.json"]
     names += [f"records/personalize/{ctx.scope}/{file_name(c)}.json" for c in [*clients, "all-sites-pooled"]]
+    earlier = [
+        {
+            "flops": record["client_flops"] + record["server_flops"],
+            "warnings": record["warnings"],
+            "diagnosis": {},
+            "local_models": record["local_models"],
+        }
+        for record in round_records(ctx, rounds)[:-1]
+    ]
+    return [*earlier, *_load_records(ctx, names)]
+
+
+def round_records(ctx: Context, rounds: int) -> list[dict[str, Any]]:
+    """What was kept of each of several rounds; nothing for a one-shot method."""
+    return _load_records(ctx, [_round_record(ctx, number) for number in range(1, rounds + 1)]) if rounds > 1 else []
+
+
+def _load_records(ctx: Context, names: Iterable[str]) -> list[dict[str, Any]]:
     found = [ctx.store.load(name) for name in names]
     return [json.loads(data) for data in found if data is not None]

@@ -96,6 +96,15 @@ def test_validate_prints_the_whole_configuration(tmp_path: Path) -> None:
     assert set(snapshot(tmp_path)) - set(before) == {"tiny.toml", "resolved.toml"}
 
 
+def test_validate_says_who_has_which_architecture_and_who_cannot_work_with_that(tmp_path: Path) -> None:
+    text = 'client_models = ["vgg8_bn", "resnet8"]\n' + CONFIG
+    outcome = call("validate", config_file(tmp_path, text))
+    assert outcome.code == 2 and outcome.err.startswith("error[mixed_models]: fedavg cannot work with clients"), outcome
+    outcome = call("validate", config_file(tmp_path, text.replace('"fedavg"', '"fedisca"')))
+    assert outcome.out.startswith("# clients, in the order of their names: vgg8, resnet8, and so on from the start\n")
+    assert tomllib.loads(outcome.out)["client_models"] == ["vgg8", "resnet8"], "still a file that can be run"
+
+
 def test_validate_names_the_mistake(tmp_path: Path) -> None:
     outcome = console("validate", config_file(tmp_path, CONFIG.replace("epochs", "epoch")))
     assert (outcome.code, outcome.out) == (2, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,15 @@ def test_flags_override_the_file_and_set_overrides_flags(tmp_path: Path) -> None
     assert {row["seed"] for row in found["rows"]} == {4}
     assert found["dataset"]["train_images"] == 20
     assert tomllib.loads((tmp_path / "mine" / "config.toml").read_text())["clients"] == 2
+
+
+def test_architectures_of_clients_and_rounds_from_the_command_line(tmp_path: Path) -> None:
+    args = ["run", config_file(tmp_path), "--methods", "ensemble", "--client-models", " vgg8_bn, resnet8 "]
+    found = call(*args, "--out", tmp_path / "mixed", "--json").json()
+    assert [entry["model"] for entry in found["clients"]["0"]] == ["vgg8", "resnet8", "vgg8"]
+    args = ["run", config_file(tmp_path), "--methods", "fedavg", "--set", "method.fedavg.rounds=2"]
+    said = call(*args, "--out", tmp_path / "rounds").out
+    assert re.search(r"fedavg: matched accuracy in % by rounds: [\d.]+ after 1, [\d.]+ after 2\n", said), said
 
 
 def test_baselines_stand_beside_every_method_unless_refused(tmp_path: Path) -> None:

@@ -235,3 +235,29 @@ def test_no_models_or_different_classes_are_refused(models, x):
         Ensemble(models).subset([])
     with pytest.raises(MethodError, match="class_mismatch"):
         Ensemble([Net(4, 3).double(), Net(4, 5).double()]).logits(x)
+
+
+def test_features_are_what_each_head_was_given():
+    from fedbicross import models as architectures
+
+    networks = [architectures.build(name, 3, 4, 12) for name in ("resnet8", "wrn16_2", "cnn")]
+    for seed, network in enumerate(networks):
+        architectures.initialise(network, torch.Generator().manual_seed(seed))
+    x = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(9)).requires_grad_(True)
+    ensemble = Ensemble(networks)
+    logits, features = ensemble.logits_and_features(x)
+    torch.testing.assert_close(logits, ensemble.logits(x))
+    assert [feature.shape for feature in features] == [(5, 64), (5, 128), (5, 128)]
+    for network, feature in zip(networks, features, strict=True):
+        torch.testing.assert_close(feature, network.eval().features(x), rtol=1e-4, atol=1e-5)
+        assert torch.autograd.grad(feature.abs().sum(), x, retain_graph=True)[0].abs().sum() > 0
+
+
+def test_a_network_without_a_head_has_no_features(x):
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3))
+
+    with pytest.raises(MethodError) as caught:
+        Ensemble([Bare()]).logits_and_features(x)
+    assert caught.value.code == "needs_features"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedbicross.context import Context
-from fedbicross.errors import ConfigError
+from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import Reply, Upload, check_needs, records, simulate
 from fedbicross.methods import METHODS, create, method_names
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -86,6 +86,55 @@ def test_every_variant_runs_and_answers(spec: str, shared: Context) -> None:
         assert np.allclose(answers.sum(1), 1, atol=1e-4)
     kept = records(ctx, list(predictors), create(spec, TINY_METHODS).rounds)
     assert sum(record["flops"] for record in kept) > 0 or spec == "majority"
+
+
+ARCHITECTURES = {"client-1": "wrn16_2"}  # the others have the server's
+NEED_ONE = {"fedavg", "fedavg:uniform", "fedavg:multi_round"} | {
+    f"{name}:{count}_shots" for name in ("fedisca", "e_fedisca") for count in ("two", "five")
+}
+
+
+@pytest.mark.parametrize("spec", method_names())
+def test_clients_of_different_architectures_take_part_or_are_refused_before_any_work(
+    spec: str, shared: Context
+) -> None:
+    clients, method, events = tiny_clients(3), create(spec, TINY_METHODS), list[str]()
+    ctx = replace(shared, scope=f"seed-0/mixed-{spec.replace(':', '-')}", client_models=ARCHITECTURES)
+    ctx.event = lambda **fields: events.append(fields["event"])
+    assert bool(method.refuses_mixed_models) == (spec in NEED_ONE)
+    if spec in NEED_ONE:
+        with pytest.raises(MethodError, match="architecture") as caught:
+            simulate(method, clients, ctx)
+        assert caught.value.code == "mixed_models" and events == []
+    if spec not in METHODS or spec in NEED_ONE:  # variants differ in nothing that depends on an architecture
+        return
+    for predictor in simulate(method, clients, ctx).values():
+        answers = predictor.probabilities(clients[0].images)
+        assert np.isfinite(answers).all() and np.allclose(answers.sum(1), 1, atol=1e-4)
+        assert predictor.task.model == "resnet8", "the task stays the server's"
+    if not method.pools_data and method.needs:
+        manifests = [Upload.unpack(method.upload(client, ctx).pack()).task.model for client in clients]
+        assert manifests == ["resnet8", "wrn16_2", "resnet8"]
+
+
+HUNDRED = {  # the other methods' hundred clients are in tests/runs/test_runner.py
+    "fedisca": {"steps": 1, "batch": 6, "epochs": 2, "teachers_at_once": 7},
+    "fedbicross": {"steps": 1, "batch": 6, "trajectories": 1, "probes": 4, "epochs_personal": 1, "clusters": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Context:
+    return tiny_context(size=8, epochs=1)
+
+
+@pytest.mark.parametrize("name", HUNDRED)
+def test_a_hundred_clients(name: str, crowd: Context) -> None:
+    clients = tiny_clients(100, per_client=3, size=8)
+    predictors = simulate(create(name, HUNDRED), clients, replace(crowd, scope=f"seed-0/{name}"))
+    assert len(predictors) == 100
+    for client in ("client-0", "client-99"):
+        assert np.isfinite(predictors[client].probabilities(clients[0].images)).all()
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

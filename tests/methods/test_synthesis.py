@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import slow
 import torch
 from PIL import Image
 
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
+from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import Client, Upload, check_needs, records, simulate
 from fedbicross.methods import create
 from fedbicross.methods.synthesis import new_student, rate, synthesis_flops
 from fedbicross.runs.config import load_config
+from fedbicross.steps import inversion
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 NAMES = ["fedisca", "e_fedisca", "fedbicross"]
@@ -308,12 +311,14 @@ def test_students_differ_by_number_and_by_seed() -> None:
 
 def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
     one = models.forward_flops("resnet8", 3, 3, 12)
-    assert synthesis_flops(tiny_context(), 3, 12, 5, 7) == one * 12 * (2 * 3 * 5 + (2 * 3 + 3) * 7)
-    assert synthesis_flops(tiny_context(), 3, 12, 5, 7, students=4) == one * 12 * (2 * 3 * 5 + (2 * 3 + 12) * 7)
+    assert synthesis_flops(tiny_context(), ["resnet8"] * 3, 12, 5, 7) == one * 12 * (2 * 3 * 5 + (2 * 3 + 3) * 7)
+    assert synthesis_flops(tiny_context(), ["resnet8"] * 3, 12, 5, 7, students=4) == one * 12 * (
+        2 * 3 * 5 + (2 * 3 + 12) * 7
+    )
     for name, synthesis, distillation, students in [("fedisca", 6, 6, 1), ("e_fedisca", 3, 6, 1)]:
         ctx = tiny_context()
         tiny(name).fuse(uploads, ctx)
-        assert ctx.record.flops == synthesis_flops(ctx, 3, 12, synthesis, distillation, students)
+        assert ctx.record.flops == synthesis_flops(ctx, ["resnet8"] * 3, 12, synthesis, distillation, students)
 
 
 @each
@@ -322,6 +327,33 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, 
     third.seed = 1
     made = [tiny(name).fuse(uploads, ctx)[0].pack() for ctx in (first, second, third)]
     assert made[0] == made[1] != made[2]
+
+
+@each
+def test_clients_in_groups_give_the_same_students_up_to_rounding(
+    name: str, uploads: list[Upload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    groups = Ensemble.groups
+
+    def watched(ensemble: Ensemble) -> list[Ensemble]:
+        found = groups(ensemble)
+        sizes.append([len(group) for group in found])
+        return found
+
+    monkeypatch.setattr(Ensemble, "groups", watched)
+    settings = {"clusters": 1} if name == "fedbicross" else {}
+    whole = tiny(name, **settings).fuse(uploads, tiny_context())[0]
+    assert sizes and all(found == [3] for found in sizes), "three tiny clients fit"
+    sizes.clear()
+    chosen = tiny(name, **settings, teachers_at_once=2).fuse(uploads, tiny_context())[0]
+    assert sizes and all(found == [2, 1] for found in sizes)
+    slow.assert_same_state(chosen.tensors, whole.tensors)
+    sizes.clear()
+    monkeypatch.setattr(inversion, "MEMORY_CPU", 1)  # bytes: nothing fits, so one client at a time
+    alone = tiny(name, **settings).fuse(uploads, tiny_context())[0]
+    assert sizes and all(found == [1, 1, 1] for found in sizes)
+    slow.assert_same_state(alone.tensors, whole.tensors)
 
 
 # --- the diagnosis of a run ------------------------------------------------------------------------------

@@ -100,6 +100,15 @@ def test_resnet18_has_the_papers_batch_normalisation():
     assert sum(layer.num_features for layer in layers) == 4_800
 
 
+def test_normalised_values_by_hand():
+    # ResNet-18: the stem and four convolutions at 28 px, then four and a shortcut a stage at 14, 7 and 4 px.
+    resnet18 = 5 * 64 * 28**2 + 5 * 128 * 14**2 + 5 * 256 * 7**2 + 5 * 512 * 4**2
+    assert models.normalised_values("resnet18", 3, 10, 28) == resnet18
+    vgg8 = 64 * 28**2 + 128 * 14**2 + 256 * 7**2 + 512 * 3**2 + 512
+    assert models.normalised_values("vgg8", 1, 10, 28) == vgg8
+    assert models.normalised_values("cnn", 1, 10, 28) == 0
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_batch_normalisation_is_plain_and_declared(name):
     modules = list(models.build(name, 1, 2, 28).modules())

@@ -23,6 +23,19 @@ def test_unknown_name_suggests_the_nearest():
     assert caught.value.code == "unknown_model"
 
 
+def test_the_names_of_other_libraries_mean_the_same_models():
+    assert {models.canonical(alias) for alias in models.ALIASES} <= set(models.MODELS)
+    assert not set(models.ALIASES) & set(models.MODELS)
+    for alias, name in models.ALIASES.items():
+        assert models.info(alias) is models.info(name)
+        for count in (models.num_parameters, models.forward_flops, models.normalised_values):
+            assert count(alias, 1, 2, 16) == count(name, 1, 2, 16)
+        assert list(models.build(alias, 1, 2, 16).state_dict()) == list(models.build(name, 1, 2, 16).state_dict())
+    assert models.canonical("resnet18") == "resnet18"
+    with pytest.raises(ConfigError, match="did you mean 'vgg16'"):
+        models.canonical("vgg16bn")
+
+
 def test_hopeless_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match="known: cnn, resnet18"):
         models.info("transformer")

@@ -42,6 +42,24 @@ def test_resolved_toml_reads_back_the_same() -> None:
         ({"partition": {"alpha": -1.0}}, "greater than 0"),
         ({"partition": {"kind": "dirichle"}}, "did you mean 'dirichlet'"),
         ({"model": "resnet19"}, "did you mean 'resnet18'"),
+        ({"client_models": ["resnet8", "vgg17"]}, "did you mean 'vgg1"),
+        ({"client_models": ["resnet8", "transformer"]}, "unknown model 'transformer'; known: cnn"),
+        ({"client_models": ["resnet8", "vgg8", "vgg11"], "clients": 2}, "3 architectures for 2 clients"),
+        ({"client_models": "vgg8"}, "client_models"),
+        ({"client_models": ["vgg8"], "methods": ["fedavg"]}, "fedavg cannot work with clients of another architecture"),
+        ({"client_models": ["vgg8"], "methods": ["fedisca:two_shots"]}, "next training starts"),
+        (
+            {
+                "client_models": ["vgg8"],
+                "methods": ["fedbicross"],
+                "method": {"fedbicross": {"clustering": "parameters"}},
+            },
+            "clustering=parameters compares weights",
+        ),
+        ({"client_models": ["resnet8", "cnn"], "methods": ["fedisca"]}, "which 'cnn' does not have"),
+        ({"method": {"fedisca": {"shots": 0}}, "methods": ["fedisca"]}, "method.fedisca.shots"),
+        ({"method": {"e_fedisca": {"shots": -1}}, "methods": ["e_fedisca"]}, "method.e_fedisca.shots"),
+        ({"method": {"fedisca": {"teachers_at_once": 0}}, "methods": ["fedisca"]}, "teachers_at_once"),
         ({"data": {"name": "bloodmnits"}}, "did you mean 'bloodmnist'"),
         ({"device": "gpu"}, "device"),
         ({"seeds": [1, 1]}, "each seed once"),
@@ -56,6 +74,31 @@ def test_mistakes_are_one_line(flags: dict[str, Any], words: str) -> None:
         load_config(flags=flags)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_architectures_go_round_the_clients_in_the_order_of_their_names() -> None:
+    config = load_config(flags={"client_models": ["resnet18", "vgg16_bn"], "clients": 5, "methods": ["fedisca"]})
+    assert config.client_models == ["resnet18", "vgg16"], "one name for one thing, so that equal models are shared"
+    assert config.models_of(["b", "a", "d", "c", "e"]) == {
+        "a": "resnet18",
+        "b": "vgg16",
+        "c": "resnet18",
+        "d": "vgg16",
+        "e": "resnet18",
+    }
+    assert load_config(flags={"model": "vgg8_bn"}).model == "vgg8"
+    assert load_config().models_of(["a"]) == {}, "without the setting everybody has `model`"
+    with pytest.raises(ConfigError, match="2 architectures for 1 clients"):
+        config.models_of(["a"])
+
+
+def test_one_architecture_for_all_is_no_mixture() -> None:
+    same = {"model": "resnet8", "client_models": ["resnet8"], "methods": ["fedavg", "fedisca:two_shots"]}
+    assert load_config(flags=same).architectures() == ["resnet8"]
+    other = {**same, "client_models": ["vgg8"], "methods": ["fedisca"]}
+    assert load_config(flags=other).architectures() == ["vgg8"]
+    student = {"model": "cnn", "client_models": ["vgg8"], "methods": ["fedisca"]}
+    assert load_config(flags=student).model == "cnn", "only clients need batch normalisation"
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import fedbicross
 from fedbicross.bundle.format import canonical_json
 from fedbicross.data import Dataset
 from fedbicross.errors import FedBiCrossError, RunError
+from fedbicross.report import write_report
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, load_config
 
@@ -190,3 +191,75 @@ def test_one_and_a_hundred_clients(clients: int) -> None:
     for row in runner.run(config)["rows"]:
         assert all(value is not None and np.isfinite(value) for value in row["accuracy"].values())
         assert row["num_clients"] == clients
+
+
+SHOTS = {"steps": 2, "batch": 6, "epochs": 1, "memory": 2, "steps_distil": 2, "noise_images": 10}
+FEW = {"fedisca": {k: SHOTS[k] for k in ("steps", "batch", "epochs")}, "e_fedisca": SHOTS}
+
+
+def test_accuracy_after_every_shot_is_kept_and_nothing_is_chosen_by_it(tmp_path: Path) -> None:
+    config = tiny(
+        methods=["fedisca:two_shots", "e_fedisca", "fedavg:multi_round"],
+        baselines=["local_only"],
+        method={**FEW, "fedavg:multi_round": {"rounds": 3}},
+    )
+    results = runner.run(config, tmp_path / "out")
+    rows = {row["method"]: row for row in results["rows"]}
+    for spec, rounds in (("fedisca:two_shots", 2), ("fedavg:multi_round", 3)):
+        by_round = rows[spec]["accuracy_by_round"]
+        assert [entry["round"] for entry in by_round] == list(range(1, rounds + 1))
+        assert by_round[-1]["accuracy"] == pytest.approx(rows[spec]["accuracy"]), "the row is that of the last round"
+        assert rows[spec]["rounds"] == rounds
+    assert rows["e_fedisca"]["accuracy_by_round"] == rows["local_only"]["accuracy_by_round"] == []
+    two = rows["fedisca:two_shots"]
+    assert two["upload_bytes"] > 2 * 3 * 4 * 78_000 and two["client_flops"] == 2 * rows["local_only"]["client_flops"]
+    assert two["seconds_by_stage"]["local_training"] > 0, "the first shot's, though only the last one's files are left"
+    write_report(tmp_path / "out")
+    assert "After each round" in (tmp_path / "out" / "report.html").read_text()
+    first = {p: by_round[0]["accuracy"][p] for p in by_round[0]["accuracy"]}
+    alone = runner.run(tiny(methods=["fedavg:multi_round"], baselines=[], method={"fedavg:multi_round": {"rounds": 3}}))
+    assert alone["rows"][0]["accuracy_by_round"][0]["accuracy"] == first
+    shutil.rmtree(tmp_path / "out" / "rows")
+    shutil.rmtree(tmp_path / "out" / "models")
+    assert timeless(runner.resume(tmp_path / "out")) == timeless(results)
+
+
+def test_a_run_of_mixed_architectures(tmp_path: Path) -> None:
+    config = tiny(
+        client_models=["wrn16_2", "vgg8_bn"],
+        methods=["fedisca", "fedbicross"],
+        method={"fedisca": FEW["fedisca"], "fedbicross": {"steps": 2, "batch": 6, "probes": 4, "epochs_personal": 1}},
+    )
+    results = runner.run(config, tmp_path / "out")
+    own = {"client-0": "wrn16_2", "client-1": "vgg8", "client-2": "wrn16_2"}
+    assert {entry["client"]: entry["model"] for entry in results["clients"]["0"]} == own
+    assert {client: entry["model"] for client, entry in results["training"]["0"].items()} == own
+    for row in results["rows"]:
+        assert {client["client"]: client["model"] for client in row["clients"]} == own
+        assert all(value is not None and np.isfinite(value) for value in row["accuracy"].values())
+    sizes = {client["client"]: client["upload_bytes"] for client in results["rows"][-1]["clients"]}
+    assert sizes["client-1"] > 15_000_000 > 3_000_000 > sizes["client-0"] > 2_000_000
+    write_report(tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Architectures differ. wrn16_2: client-0, client-2; vgg8: client-1." in page
+    assert "resnet8; clients also vgg8, wrn16_2" in page
+
+
+def test_more_architectures_than_sites_in_the_data_are_refused(tmp_path: Path) -> None:
+    """Where the data bring their own clients, how many there are is known only now."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (40, 8, 8, 3)).astype(np.uint8), rng.integers(0, 2, 40)
+    sites = np.array(["north", "south"])[np.arange(40) % 2]
+    dataset = Dataset.from_arrays("mine", images, labels, images[:10], labels[:10], train_sites=sites)
+    config = load_config(
+        flags={
+            "data": {"name": "python:mine"},
+            "model": "resnet8",
+            "client_models": ["resnet8", "vgg8", "wrn16_2"],
+            "partition": {"kind": "natural"},
+            "methods": ["ensemble"],
+        }
+    )
+    with pytest.raises(FedBiCrossError, match="3 architectures for 2 clients"):
+        runner.run(config, tmp_path / "never", dataset=dataset)
+    assert not (tmp_path / "never").exists()

@@ -12,7 +12,14 @@ from fedbicross.bundle import pack, unpack
 from fedbicross.context import Record
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.steps import diagnosis
-from fedbicross.steps.diagnosis import Curves, Strip, describe_student, describe_synthesis, describe_weights
+from fedbicross.steps.diagnosis import (
+    Curves,
+    Strip,
+    describe_student,
+    describe_synthesis,
+    describe_variety,
+    describe_weights,
+)
 from fedbicross.steps.trajectory import Sample, Teacher
 
 CLASSES = ("a", "b", "c")
@@ -183,3 +190,18 @@ def test_a_strip_goes_from_noise_to_the_end(steps, moments):
     again = Strip(steps, classes=3)
     again.load(unpack(pack("stage", strip.tensors(), {}), "stage")[0])
     assert again.taken == strip.taken and (again.grid() == grid).all()
+
+
+def test_images_that_are_all_alike_are_noticed_by_class():
+    record = Record()
+    describe_variety(record, "student", [0.5, 0.001, float("nan")], CLASSES, "lower it")
+    json.dumps(record.as_json(), allow_nan=False)
+    assert record.diagnosis["tables"]["student: variety of the images"]["rows"] == [["a", 0.5], ["b", 0.001]]
+    assert (
+        len(record.warnings) == 1
+        and "collapsed" in record.warnings[0]
+        and "for all of b; lower it" in record.warnings[0]
+    )
+    record = Record()
+    describe_variety(record, "student", [0.5, 0.3, 0.1], CLASSES, "lower it")
+    assert record.warnings == []

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedbicross import models as product_models
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.steps import inversion
 from fedbicross.steps.inversion import Inversion, InversionSettings
 
-from .tiny import no_bn, noise, randomised, tiny_ensemble
+from .tiny import Tiny, no_bn, noise, randomised, tiny_ensemble
 
 SMALL = InversionSettings(steps=6, batch=8)
+IMAGE = (3, 8, 8)
 
 
 def slow_total_variation(x):
@@ -183,3 +185,99 @@ def test_structure_tells_noise_from_smooth_images():
     assert inversion.structure(torch.ones(2, 1, 5, 5)).item() == 0
     half = inversion.structure(white + 2 * F.avg_pool2d(white, 5, 1, 2) * 5)
     assert 0.2 < half.item() < 0.95
+
+
+@pytest.mark.parametrize("ce", ["mean_logits", "mean_ce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_groups_of_clients_give_the_loss_and_gradient_of_all(ce, reduction, at_once):
+    """In float64, where only the order of the sums differs."""
+    models = [randomised(Tiny(), seed) for seed in range(4)] + [randomised(no_bn(), 9)]
+    ensemble, labels = Ensemble(models), torch.arange(6) % 3
+    chosen = InversionSettings(batch=6, bn_reduction=reduction, ce=ce, alpha_tv=0.01)
+    x = noise(6, *IMAGE)
+    leaf = x.clone().requires_grad_(True)
+    whole = inversion.inversion_loss(ensemble, leaf, labels, chosen)
+    (gradient,) = torch.autograd.grad(whole.total, leaf)
+    ensemble.at_once = at_once
+    assert [len(group) for group in ensemble.groups()] == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2], 4: [4, 1]}[at_once]
+    loss, found = inversion.inversion_gradient(ensemble, x, labels, chosen)
+    for term, expected in zip(loss, whole, strict=True):
+        torch.testing.assert_close(term, expected.detach(), rtol=1e-12, atol=1e-12)
+        assert not term.requires_grad
+    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_where_all_fit_grouping_changes_no_bit():
+    ensemble, labels = tiny_ensemble(3), torch.arange(8) % 3
+    made = []
+    for at_once in (None, 3, 100):
+        ensemble.at_once = at_once
+        assert ensemble.groups() == [ensemble]
+        run = Inversion.start(ensemble, labels, IMAGE, SMALL, torch.Generator().manual_seed(1), torch.float64)
+        for _ in range(SMALL.steps):
+            loss = run.step()
+        made.append((run.images, loss.total))
+    assert all(torch.equal(images, made[0][0]) and torch.equal(total, made[0][1]) for images, total in made)
+
+
+def test_one_client_at_a_time_keeps_one_clients_activations():
+    """What autograd holds at any moment, counted: with groups it no longer grows with the number of clients."""
+
+    class Gauge:
+        now = most = 0
+
+        def pack(self, tensor):
+            gauge, size = self, tensor.numel()
+
+            class Held:
+                def __init__(self):
+                    self.tensor = tensor
+                    gauge.now += size
+                    gauge.most = max(gauge.most, gauge.now)
+
+                def __del__(self):
+                    gauge.now -= size
+
+            return Held()
+
+    def most(clients, at_once):
+        ensemble, gauge = tiny_ensemble(clients), Gauge()
+        ensemble.at_once = at_once
+        with torch.autograd.graph.saved_tensors_hooks(gauge.pack, lambda held: held.tensor):
+            inversion.inversion_gradient(ensemble, noise(8, *IMAGE), torch.arange(8) % 3, SMALL)
+        return gauge.most
+
+    assert most(12, 1) < 1.2 * most(1, None) < most(4, None) / 2
+    assert most(12, None) > 5 * most(12, 2)
+
+
+def test_how_many_clients_fit(monkeypatch):
+    monkeypatch.setattr(inversion, "MEMORY_CPU", 10**9)
+    shape = (3, 8, 28)
+    each = 4 * inversion.KEPT * 256 * product_models.normalised_values("resnet18", *shape)
+    assert inversion.clients_that_fit(["resnet18"], shape, 256, "cpu") == max(1, 10**9 // each) == 1
+    assert inversion.clients_that_fit(["resnet8"], shape, 32, "cpu") > 20
+    mixed = inversion.clients_that_fit(["resnet8", "resnet34"], shape, 32, "cpu")
+    assert mixed == inversion.clients_that_fit(["resnet34"], shape, 32, "cpu"), "the largest counts"
+    assert inversion.clients_that_fit(["cnn"], shape, 32, "cpu") > 10**6, "no batch normalisation: nothing to keep"
+
+
+@pytest.mark.parametrize("name", ["resnet8", "vgg8", "wrn16_2"])
+def test_the_estimate_of_what_autograd_keeps_holds(name):
+    model = product_models.build(name, 3, 4, 16)
+    product_models.initialise(model, torch.Generator().manual_seed(0))
+    ensemble, held = Ensemble([model]), {}
+    own = {tensor.data_ptr() for tensor in ensemble._clients[0][0].state_dict().values()}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+        inversion.inversion_loss(ensemble, x, torch.arange(4), InversionSettings(batch=4))
+    numbers = sum(tensor.untyped_storage().nbytes() // 4 for tensor in held.values())
+    share = numbers / (4 * product_models.normalised_values(name, 3, 4, 16))
+    assert 2 < share <= inversion.KEPT

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedbicross import models
+from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import MethodError
 from fedbicross.steps import teachers
 
@@ -76,3 +77,25 @@ def test_batch_normalisation_is_required_of_every_client():
     assert caught.value.code == "needs_bn_stats"
     assert "fedisca" in str(caught.value) and "'b'" in str(caught.value)
     teachers.need_batchnorm(ensemble.subset([0]), ["a"], "fedisca")
+
+
+def test_groups_of_clients_give_the_same_numbers_and_gradients():
+    networks = [models.build(name, 3, 4, 12) for name in ("resnet8", "wrn16_2", "resnet8", "vgg8", "resnet8")]
+    for seed, network in enumerate(networks):
+        models.initialise(network, torch.Generator().manual_seed(seed))
+    whole, grouped = Ensemble(networks), Ensemble(networks)
+    x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(9)).requires_grad_(True)
+
+    def everything(ensemble):
+        logits, features = teachers.logits_and_features_of(ensemble, x)
+        again, bn = teachers.logits_and_bn_loss_of(ensemble, x)
+        values = [logits, again, bn, *features, teachers.logits_of(ensemble, x)]
+        (gradient,) = torch.autograd.grad(sum(value.square().sum() for value in values), x)
+        return [*values, gradient]
+
+    expected = everything(whole)
+    assert len(whole.groups()) == 1
+    for grouped.at_once in (1, 2, 3):
+        assert len(grouped.groups()) > 1
+        for found, value in zip(everything(grouped), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)

@@ -21,6 +21,9 @@ def run(
     data: Annotated[str | None, typer.Option(help="data set name, or a folder, CSV manifest or .npz file")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="where .npz files lie")] = None,
     model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
+    client_models: Annotated[
+        str | None, typer.Option(help="comma-separated architectures of the clients, in the order of their names")
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="number of hospitals (default 5)")] = None,
     partition: Annotated[str | None, typer.Option(help="how images are dealt out (default dirichlet)")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration (default 0.1)")] = None,
@@ -46,8 +49,9 @@ def run(
 
     flags: dict[str, Any] = {
         "model": model,
+        "client_models": _names(client_models),
         "clients": clients,
-        "methods": None if methods is None else [name.strip() for name in methods.split(",") if name.strip()],
+        "methods": _names(methods),
         "seeds": seed or None,
         "device": device,
         "precision": precision,
@@ -73,6 +77,10 @@ def run(
         run_and_report(lambda progress: spread.run(loaded, folder, "ray", progress), folder, json)
         return
     run_and_report(lambda progress: runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _is_folder_name(name: str) -> bool:

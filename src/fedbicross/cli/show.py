@@ -37,6 +37,7 @@ def print_results(results: Mapping[str, Any], as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from fedbicross.report.rounds import lines
     from fedbicross.report.tables import HEADER, result_table
 
     columns = [number for number, title in enumerate(HEADER) if title != "verdict"]  # the report has it in full
@@ -49,6 +50,8 @@ def print_results(results: Mapping[str, Any], as_json: bool) -> None:
     # A pipe has no width of its own; a table folded to 80 columns would be unreadable in a log.
     console = Console() if sys.stdout.isatty() else Console(width=150)
     console.print(table, markup=False)
+    for line in lines(results):
+        console.print(line, markup=False, highlight=False)
     for warning in results.get("warnings", []):
         console.print(f"note: {warning}", markup=False, highlight=False)
 

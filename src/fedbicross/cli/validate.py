@@ -21,5 +21,8 @@ def validate(
     loaded = load_config(config, None, assign or [], quick)
     if json:
         print_json(loaded.model_dump())
-    else:
-        print(as_toml(loaded))
+        return
+    if loaded.client_models:
+        print(f"# clients, in the order of their names: {', '.join(loaded.client_models)}, and so on from the start")
+        print(f"# students of the server, and the pooled network: {loaded.model}")
+    print(as_toml(loaded))

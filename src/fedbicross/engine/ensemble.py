@@ -25,7 +25,7 @@ from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 """BN layer name → (mean, biased variance), each of shape [channels]."""
@@ -33,7 +33,7 @@ LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 Statistics = list[LayerStatistics]
 """One `LayerStatistics` for each client; empty for a client without BN."""
 
-_Mode = Literal["stored", "match", "batch", "both", "measure", "given"]
+_Mode = Literal["stored", "match", "batch", "both", "measure", "given", "features"]
 
 _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
 """Compiled passes, one per architecture, mode and precision, shared by all ensembles of the process."""
@@ -113,12 +113,13 @@ class Ensemble:
     no running statistics, and BatchNorm1d/3d, stay in eval mode and take no part in matching or adaptation.
     """
 
-    def __init__(self, models: Sequence[nn.Module], precision: str = "fp32", fast: bool = False) -> None:
-        if not models:
-            raise MethodError("no_clients", "an ensemble needs at least one model")
+    def __init__(self, models: Iterable[nn.Module], precision: str = "fp32", fast: bool = False) -> None:
         self.precision, self.fast = precision, fast
-        self._clients = [_private_copy(model) for model in models]
+        self._clients = [_private_copy(model) for model in models]  # one by one: a hundred may come from a generator
+        if not self._clients:
+            raise MethodError("no_clients", "an ensemble needs at least one model")
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
+        self.at_once: int | None = None  # how many clients' activations an inversion may keep in memory; none: all
         if fast and precision == "bf16":  # as autocast would at each step
             for model, _ in self._clients:
                 _keep_in_bf16(model)
@@ -138,7 +139,15 @@ class Ensemble:
         chosen = object.__new__(Ensemble)
         chosen.precision, chosen.fast, chosen.captured = self.precision, self.fast, {}
         chosen._clients = [self._clients[i] for i in indices]
+        chosen.at_once = self.at_once
         return chosen
+
+    def groups(self) -> list[Ensemble]:
+        """The clients in groups of at most ``at_once``, in order; the ensemble itself where all fit."""
+        size, count = self.at_once, len(self)
+        if size is None or size >= count:
+            return [self]
+        return [self.subset(range(start, min(start + size, count))) for start in range(0, count, size)]
 
     def logits(self, x: Tensor) -> Tensor:
         """[N,B,C] with the stored BN statistics (the original teachers)."""
@@ -178,7 +187,8 @@ class Ensemble:
         A client without BN has the term 0.
         """
         if self.fast:
-            return self._fast(x, "match")
+            logits, terms = self._fast(x, "match")
+            return logits, torch.stack(terms)
         losses: list[Tensor] = []
 
         def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
@@ -188,6 +198,22 @@ class Ensemble:
             return output
 
         return self._stack(run, x), torch.stack(losses)
+
+    def logits_and_features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[N,B,C] with the stored BN statistics, and the features [B,D] that each client's head was given."""
+        features: list[Tensor] = []
+
+        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+            seen: Tensor = _trunk(model)(x)
+            features.append(seen)
+            output: Tensor = model.get_submodule("head")(seen)
+            return output
+
+        if self.fast:
+            logits, features = self._fast(x, "features")
+        else:
+            logits = self._stack(run, x)
+        return logits, [feature.float() if feature.dtype == torch.bfloat16 else feature for feature in features]
 
     def initial_statistics(self) -> Statistics:
         """The stored statistics, from which Eq. 3 starts; copies, so that updating them changes no model."""
@@ -218,8 +244,8 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, x: Tensor, mode: _Mode) -> tuple[Tensor, Tensor]:
-        """[N,B,C] and the BN terms [N], by one compiled function per architecture, clients side by side."""
+    def _fast(self, x: Tensor, mode: _Mode) -> tuple[Tensor, list[Tensor]]:
+        """[N,B,C] and what else each client gives (BN term, or features), by one compiled pass per architecture."""
         x = x.to(torch.bfloat16) if self.precision == "bf16" else x
         x = x.contiguous(memory_format=torch.channels_last)
 
@@ -228,11 +254,11 @@ class Ensemble:
             key = (mode, self.precision, str(model))
             if key not in _PASSES:
                 _PASSES[key] = fast_path.compiled(_pass_function(model, current, mode))
-            logits, loss = _PASSES[key](state, x)
-            return logits, loss
+            logits, other = _PASSES[key](state, x)
+            return logits, other
 
         results = fast_path.side_by_side([partial(run, *client) for client in self._clients], x.device.type)
-        return _stacked([logits for logits, _ in results]), torch.stack([loss for _, loss in results])
+        return _stacked([logits for logits, _ in results]), [other for _, other in results]
 
     def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
@@ -299,6 +325,13 @@ def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) 
 def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable[..., tuple[Tensor, Tensor]]:
     """One forward pass as a function of a client's weights, for compilation."""
 
+    def run_features(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = {name.removeprefix("trunk."): value for name, value in state.items() if name.startswith("trunk.")}
+        current.mode, current.fast = "stored", True
+        seen = functional_call(_trunk(template), inner, (x,))
+        current.fast = False
+        return F.linear(seen, state["head.weight"], state["head.bias"]), seen
+
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         current.mode, current.seen, current.fast = mode, [], True
         output = functional_call(template, state, (x,))
@@ -310,7 +343,15 @@ def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable
         current.mode, current.seen, current.fast = "stored", [], False
         return output, torch.stack(terms).sum() if terms else output.new_zeros((), dtype=torch.float32)
 
-    return run
+    return run_features if mode == "features" else run
+
+
+def _trunk(model: nn.Module) -> nn.Module:
+    """What comes before the head; every model of `fedbicross.models` is head(trunk(x))."""
+    trunk = getattr(model, "trunk", None)
+    if not isinstance(trunk, nn.Module) or not isinstance(getattr(model, "head", None), nn.Linear):
+        raise MethodError("needs_features", f"{type(model).__name__} has no trunk and linear head: no features")
+    return trunk
 
 
 def _in_mode(mode: _Mode) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:

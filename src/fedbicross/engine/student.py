@@ -74,12 +74,15 @@ class Student:
     @torch.no_grad()
     def eval_logits(self, x: Tensor) -> Tensor:
         """Logits with the running statistics, as the finished network would give them."""
+        return self.frozen_logits(x)
+
+    def frozen_logits(self, x: Tensor) -> Tensor:
+        """The same, with gradients to the images only: what a generator sees of its student."""
+        state = {name: value.detach() for name, value in {**self.params, **self.buffers}.items()}
         self.model.eval()
         try:
             with autocast(self.device, self.precision):
-                out: Tensor = functional_call(
-                    self.model, {**self.params, **self.buffers}, (x.contiguous(memory_format=torch.channels_last),)
-                )
+                out: Tensor = functional_call(self.model, state, (x.contiguous(memory_format=torch.channels_last),))
         finally:
             self.model.train()
         return out.float()

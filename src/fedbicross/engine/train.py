@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_CHECKPOINTS = 20.0
 WORTH_COMPILING = 1000  # steps; compilation takes about as long as so many steps save
+WORTH_RECORDING = 100
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def training(
     *,
     seed: int,
     stream: tuple[str, ...],
+    visit: tuple[str, ...] = (),
     forward_flops: int = 0,
     device: str = "cpu",
     precision: str = "fp32",
@@ -167,7 +169,8 @@ def training(
 
     Epoch e draws its batches from the stream ``(*stream, "epoch-e")``, so that a killed run continues to the
     same bytes without saving any random state. ``first_epoch`` and ``total_epochs`` place a short visit (one
-    round of FedAvg) inside a longer schedule.
+    round of FedAvg) inside a longer schedule. ``visit`` gives a training that is made again (a later shot) batches of
+    its own, with the same validation images.
     """
     last = epochs if epochs is not None else recipe.epochs
     total = total_epochs or last
@@ -177,9 +180,9 @@ def training(
     x, y = to_device(images[train_rows], device), torch.from_numpy(labels[train_rows]).to(device)
     x_val, y_val = to_device(images[val_rows], device), torch.from_numpy(labels[val_rows]).to(device)
 
-    worth = last * len(train_rows) // recipe.batch_size >= WORTH_COMPILING
-    network = Student(model, device, precision, fast and worth)
-    work = _Work(network, x, y, recipe, fast)
+    steps = last * len(train_rows) // recipe.batch_size
+    network = Student(model, device, precision, fast and steps >= WORTH_COMPILING)
+    work = _Work(network, x, y, recipe, fast and steps >= WORTH_RECORDING)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)
     best_state = network.copies()
@@ -190,7 +193,7 @@ def training(
     last_save = time.monotonic()
 
     for epoch in range(start, last):
-        rng = numpy_rng(seed, *stream, f"epoch-{first_epoch + epoch}")
+        rng = numpy_rng(seed, *stream, *visit, f"epoch-{first_epoch + epoch}")
         rate = recipe.rate(first_epoch + epoch, total)
         summed = work.epoch(rng, rate)
         seen = work.validate(x_val, y_val) if len(val_rows) else []

@@ -8,6 +8,9 @@ from typing import Any
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.federation import Method
 from fedbicross.methods.centralised import Centralised
+from fedbicross.methods.co_boosting import CoBoosting
+from fedbicross.methods.dafl import DAFL
+from fedbicross.methods.dense import DENSE
 from fedbicross.methods.e_fedisca import EFedISCA
 from fedbicross.methods.ensemble import Ensemble
 from fedbicross.methods.fedavg import FedAvg
@@ -23,6 +26,9 @@ METHODS: dict[str, type[Method[Any]]] = {
     "centralised": Centralised,
     "fedavg": FedAvg,
     "ensemble": Ensemble,
+    "dafl": DAFL,
+    "dense": DENSE,
+    "co_boosting": CoBoosting,
     "fedisca": FedISCA,
     "e_fedisca": EFedISCA,
     "fedbicross": FedBiCross,

@@ -22,6 +22,11 @@ class Centralised(Method[MethodConfig]):
         """What leaves the hospital."""
         return "Every image and label: not federated, shown only as an upper bound."
 
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: the pooled network has the server's architecture."""
+        return ""
+
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Refused: pooling images is what a federation exists to avoid."""
         raise MethodError("not_federated", "centralised pools the images and exists only inside a simulation")

@@ -17,12 +17,10 @@ from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.federation import Reply, Upload
+from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
-    GlobalStudentMethod,
-    SynthesisConfig,
     Watch,
     image_shape,
-    new_student,
     on_device,
     rate,
     synthesis_flops,
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
-class EFedISCAConfig(SynthesisConfig):
+class EFedISCAConfig(ShotsConfig):
     """E-FedISCA's settings; the paper's values are the defaults."""
 
     steps: int = Field(1000, ge=1, description="synthesis steps, once (paper: 1,000; 2,000 at 224 px)")
@@ -56,7 +54,7 @@ class EFedISCAConfig(SynthesisConfig):
     mixing: bool = Field(True, description="false: stored images only (ablation a)")
 
 
-class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
+class EFedISCA(MultiShotMethod[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
 
     name = "e_fedisca"
@@ -69,6 +67,8 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
         "no_adaptation": {"adaptation": "none"},
         "no_synthesis": {"synthesis": False},
         "class_weighted": {"teacher": "class_weighted"},
+        "two_shots": {"shots": 2},
+        "five_shots": {"shots": 5},
     }
     variant_notes = {
         "ema": "noise-adapted teachers by the paper's equation",
@@ -77,6 +77,8 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
         "no_adaptation": "ablation (c): images and noise, original teachers only",
         "no_synthesis": "ablation (d): noise and adaptation, no synthesised images",
         "class_weighted": "ours: clients weighted per class by their class counts",
+        "two_shots": "clients train again from the first student (E-FedISCA's last row of N=20)",
+        "five_shots": "five times; E-FedISCA 5.6 sees FedAvg's 100 rounds passed from here on",
     }
     quick = {
         "steps": 150,
@@ -92,11 +94,12 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""
         config = self.config
+        shot, ctx = self.at_shot(uploads, ctx)
         teacher = config.load_teacher(self.name, uploads, ctx)
         watch = Watch("student", ctx, config.steps, config.epochs * config.steps_distil)
         stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
-        student = new_student(ctx, 0)
+        student = self.first_student(shot, ctx)
         statistics: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
         begin, done = 0, 0
         checkpoint = ctx.load_stage("distillation")
@@ -135,8 +138,10 @@ class EFedISCA(GlobalStudentMethod[EFedISCAConfig]):
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
         synthesised = config.steps if config.synthesis else 0
-        ctx.record.flops += synthesis_flops(ctx, len(uploads), config.batch, synthesised, total)
-        reply = Reply(student.state(), {"architecture": ctx.task.model})
+        ctx.record.flops += synthesis_flops(
+            ctx, [upload.task.model for upload in uploads], config.batch, synthesised, total
+        )
+        reply = self.reply(student, shot, ctx)
         return [reply for _ in uploads]
 
     def _synthesise(self, teacher: Teacher, watch: Watch, ctx: Context) -> Memory:

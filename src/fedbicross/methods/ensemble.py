@@ -59,6 +59,11 @@ class Ensemble(Method[EnsembleConfig]):
         return f"The trained network{counts}; every other hospital receives it."
 
     @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: only answers are combined."""
+        return ""
+
+    @property
     def _weighted(self) -> bool:
         return self.config.combine == "class_weighted"
 
@@ -66,7 +71,7 @@ class Ensemble(Method[EnsembleConfig]):
         """The trained network, and the class counts where the rule needs them."""
         trained = ctx.local_model(client)
         counts = client.class_counts(len(ctx.task.classes)) if self._weighted else None
-        return Upload(client.name, ctx.task, trained.state, class_counts=counts)
+        return Upload(client.name, ctx.task_of(client), trained.state, class_counts=counts)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """All networks to everyone, with the class weights n(i,c) / sum_j n(j,c)."""

@@ -65,6 +65,11 @@ class FedAvg(Method[FedAvgConfig]):
         return self.config.rounds
 
     @property
+    def refuses_mixed_models(self) -> str:
+        """Weights of different shapes have no average."""
+        return "it averages weights, and those of different architectures have no average"
+
+    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         size = " and its number of training images" if self.config.weighting == "size" else ""
@@ -74,7 +79,7 @@ class FedAvg(Method[FedAvgConfig]):
         """The network after local training, from the last average if there is one."""
         size = len(client.labels) if self.config.weighting == "size" else None
         if self.rounds == 1:
-            return Upload(client.name, ctx.task, ctx.local_model(client).state, num_samples=size)
+            return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state, num_samples=size)
         done = 0 if previous is None else int(previous.info["rounds_done"])
         state = ctx.train_further(
             client,
@@ -83,7 +88,7 @@ class FedAvg(Method[FedAvgConfig]):
             first_epoch=done * self.config.local_epochs,
             total_epochs=self.rounds * self.config.local_epochs,
         )
-        return Upload(client.name, ctx.task, state, num_samples=size, extra={"round": done + 1})
+        return Upload(client.name, ctx.task_of(client), state, num_samples=size, extra={"round": done + 1})
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """One average for everyone."""

@@ -142,6 +142,14 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         return super().leaves + extra
 
     @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing, unless the clustering compares weights."""
+        compares = self.config.clustering in ("parameters", "hierarchical")
+        return (
+            f"clustering={self.config.clustering} compares weights, which must have the same shapes" if compares else ""
+        )
+
+    @property
     def _pacfl(self) -> bool:
         return self.config.clustering == "pacfl"
 
@@ -175,6 +183,9 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         clustering, features = self._cluster(everyone, uploads, signatures, ctx)
         teachers = [_of_cluster(everyone, members) for members in clustering.members()]
         students = self._train_cluster_models(teachers, features, clustering, ctx)
+        clients = [upload.task.model for upload in uploads]
+        total, count = self.config.trajectories * self.config.steps, clustering.k
+        ctx.record.flops += synthesis_flops(ctx, clients, self.config.batch, total, total, students=count * (count + 1))
         replies = [
             Reply(student.state(), {"architecture": ctx.task.model, "cluster": k, "clusters": clustering.k})
             for k, student in enumerate(students)
@@ -320,8 +331,6 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         if count > 1:
             over_time = [w.tolist() for _, w in history]
             steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)
-        clients = sum(len(teacher.ensemble) for teacher in teachers)
-        ctx.record.flops += synthesis_flops(ctx, clients, config.batch, total, total, students=count * (count + 1))
         return students
 
     def _trajectory(

@@ -16,12 +16,10 @@ from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.federation import Reply, Upload
+from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
-    GlobalStudentMethod,
-    SynthesisConfig,
     Watch,
     image_shape,
-    new_student,
     on_device,
     rate,
     synthesis_flops,
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
-class FedISCAConfig(SynthesisConfig):
+class FedISCAConfig(ShotsConfig):
     """FedISCA's settings; the paper's values are the defaults."""
 
     epochs: int = Field(100, ge=1, description="synthesised batches, each distilled once (paper: 100)")
@@ -45,7 +43,7 @@ class FedISCAConfig(SynthesisConfig):
     intermediate: bool = Field(True, description="false: train on finished images only (ablation w/o N, DeepInversion)")
 
 
-class FedISCA(GlobalStudentMethod[FedISCAConfig]):
+class FedISCA(MultiShotMethod[FedISCAConfig]):
     """One global student for everyone."""
 
     name = "fedisca"
@@ -58,6 +56,8 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
         "no_adaptation": {"adaptation": "none"},
         "no_noise": {"intermediate": False, "adaptation": "none"},
         "class_weighted": {"teacher": "class_weighted"},
+        "two_shots": {"shots": 2},
+        "five_shots": {"shots": 5},
     }
     variant_notes = {
         "ema": "noise-adapted teachers by the paper's equation instead of the authors' code",
@@ -66,15 +66,18 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
         "no_adaptation": "ablation w/o Ada: original teachers only",
         "no_noise": "ablation w/o N: finished images only (DeepInversion)",
         "class_weighted": "ours: clients weighted per class by their class counts",
+        "two_shots": "clients train again from the first student (E-FedISCA's last row of N=20)",
+        "five_shots": "five times; E-FedISCA 5.6 sees FedAvg's 100 rounds passed from here on",
     }
     quick = {"steps": 100, "batch": 32, "epochs": 6, "lr_synthesis": 0.1, "lr": 0.1, "schedule": "cosine"}
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
         config = self.config
+        shot, ctx = self.at_shot(uploads, ctx)
         total = config.epochs * config.steps
         teacher = config.load_teacher(self.name, uploads, ctx)
-        student = new_student(ctx, 0)
+        student = self.first_student(shot, ctx)
         watch = Watch("student", ctx, config.steps, total)
         begin, pool, saved = 0, [], None
         checkpoint = ctx.load_stage("distillation")
@@ -104,8 +107,10 @@ class FedISCA(GlobalStudentMethod[FedISCAConfig]):
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
         synthesised = total if config.synthesis else 0
-        ctx.record.flops += synthesis_flops(ctx, len(uploads), config.batch, synthesised, total)
-        reply = Reply(student.state(), {"architecture": ctx.task.model})
+        ctx.record.flops += synthesis_flops(
+            ctx, [upload.task.model for upload in uploads], config.batch, synthesised, total
+        )
+        reply = self.reply(student, shot, ctx)
         return [reply for _ in uploads]
 
     def _source(

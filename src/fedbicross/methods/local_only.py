@@ -25,9 +25,14 @@ class LocalOnly(Method[MethodConfig]):
         """That is all it does."""
         return True
 
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: every client keeps its own network."""
+        return ""
+
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""
-        return Upload(client.name, ctx.task)
+        return Upload(client.name, ctx.task_of(client))
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Nothing comes back."""

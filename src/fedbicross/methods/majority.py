@@ -20,6 +20,11 @@ class Majority(Method[MethodConfig]):
         """What leaves the hospital."""
         return "Nothing."
 
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: there is no network."""
+        return ""
+
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""
         return Upload(client.name, ctx.task)

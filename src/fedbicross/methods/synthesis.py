@@ -49,6 +49,9 @@ class SynthesisConfig(MethodConfig):
     momentum_adaptation: float = Field(0.9, ge=0, lt=1, description="β (FedISCA: α) of the ema adaptation (paper: 0.9)")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD (authors' code: 0.9)")
     weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD (authors' code: 5e-4)")
+    teachers_at_once: int | None = Field(
+        None, ge=1, description="clients in memory at once during synthesis; none: as many as fit (ours, for large N)"
+    )
 
     def inversion(self, image_size: int) -> InversionSettings:
         """The settings of the synthesis at this image size."""
@@ -68,10 +71,10 @@ class SynthesisConfig(MethodConfig):
         """All clients as one frozen teacher; damaged uploads are refused here."""
         import torch
 
-        names = [upload.client for upload in uploads]
+        names, architectures = [upload.client for upload in uploads], [upload.task.model for upload in uploads]
         ensemble = steps.teachers.load_teachers(
             names,
-            [upload.task.model for upload in uploads],
+            architectures,
             [upload.tensors for upload in uploads],
             ctx.architecture[1:],
             ctx.device,
@@ -79,6 +82,9 @@ class SynthesisConfig(MethodConfig):
             ctx.fast,
         )
         steps.teachers.need_batchnorm(ensemble, names, method)
+        ensemble.at_once = self.teachers_at_once or steps.inversion.clients_that_fit(
+            architectures, ctx.architecture[1:], self.batch, ctx.device
+        )
         weights = None
         if self.teacher == "class_weighted":
             counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
@@ -130,13 +136,18 @@ class SynthesisMethod(Method[SynthesisT]):
         )
 
     @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: clients teach by their answers, whatever their architecture."""
+        return ""
+
+    @property
     def _weighted(self) -> bool:
         return self.config.teacher == "class_weighted"
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """What leaves the hospital: the network, and class counts only where the teacher needs them."""
         counts = client.class_counts(len(ctx.task.classes)) if self._weighted else None
-        return Upload(client.name, ctx.task, ctx.local_model(client).state, class_counts=counts)
+        return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state, class_counts=counts)
 
 
 class GlobalStudentMethod(SynthesisMethod[SynthesisT]):
@@ -168,17 +179,24 @@ def image_shape(ctx: Context) -> tuple[int, int, int]:
 
 
 def synthesis_flops(
-    ctx: Context, clients: int, batch: int, synthesis_steps: int, distil_steps: int, students: int = 1
+    ctx: Context, clients: Sequence[str], batch: int, synthesis_steps: int, distil_steps: int, students: int = 1
 ) -> int:
-    """Forward passes counted, times the cost of one: synthesis 2 a client, both teachers 2 a client, a student 3."""
+    """Forward passes counted, times the cost of each: synthesis 2 a client, both teachers 2 a client, a student 3.
+
+    ``clients`` are their architectures.
+    """
     from fedbicross import models
 
-    per_image = models.forward_flops(*ctx.architecture)
-    return per_image * batch * (2 * clients * synthesis_steps + (2 * clients + 3 * students) * distil_steps)
+    shape = ctx.architecture[1:]
+    everyone = sum(models.forward_flops(name, *shape) for name in clients)
+    student = models.forward_flops(*ctx.architecture)
+    return batch * (2 * everyone * synthesis_steps + (2 * everyone + 3 * student * students) * distil_steps)
 
 
 class Watch:
     """Progress, curves and pictures of one synthesis, and at its end what there is to say about it."""
+
+    moment = "step"  # what a column of the strip is
 
     def __init__(self, title: str, ctx: Context, strip_steps: int, total: int) -> None:
         self.title, self.ctx, self.total = title, ctx, total
@@ -223,7 +241,7 @@ class Watch:
         self.ctx.store.save(path, grid_png(self.strip.grid()))
         entry = {
             "rows": list(self.ctx.task.classes),
-            "columns": [f"step {t}" for t in self.strip.taken],
+            "columns": [f"{self.moment} {t}" for t in self.strip.taken],
             "images": path,
         }
         self.ctx.record.add("image_strips", f"{self.title}: synthetic images", entry)

@@ -39,12 +39,24 @@ MODELS: dict[str, ModelInfo] = {
     "vgg16": ModelInfo("VGG-16 with batch normalisation, one linear head", True, 8),
 }
 
+ALIASES: dict[str, str] = {  # what papers and other libraries call them; every VGG here has batch normalisation
+    "vgg8_bn": "vgg8",
+    "vgg11_bn": "vgg11",
+    "vgg16_bn": "vgg16",
+    "wrn_16_2": "wrn16_2",
+}
+
+
+def canonical(name: str) -> str:
+    """The name in ``MODELS`` of a model or of its alias; else a ConfigError that suggests the nearest one."""
+    if name not in MODELS and name not in ALIASES:
+        raise ConfigError("unknown_model", f"unknown model {name!r}{nearest(name, MODELS)}")
+    return ALIASES.get(name, name)
+
 
 def info(name: str) -> ModelInfo:
-    """The entry of ``MODELS``, or a ConfigError that suggests the nearest name."""
-    if name not in MODELS:
-        raise ConfigError("unknown_model", f"unknown model {name!r}{nearest(name, MODELS)}")
-    return MODELS[name]
+    """The entry of ``MODELS``, by name or alias."""
+    return MODELS[canonical(name)]
 
 
 def check(name: str, channels: int, classes: int, image_size: int) -> None:
@@ -63,7 +75,7 @@ def build(name: str, channels: int, classes: int, image_size: int) -> Classifier
     check(name, channels, classes, image_size)
     from fedbicross.models import factory
 
-    return factory.build(name, channels, classes, image_size)
+    return factory.build(canonical(name), channels, classes, image_size)
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:
@@ -79,7 +91,7 @@ def forward_flops(name: str, channels: int, classes: int, image_size: int) -> in
     check(name, channels, classes, image_size)
     from fedbicross.models import factory
 
-    return factory.forward_flops(name, channels, classes, image_size)
+    return factory.forward_flops(canonical(name), channels, classes, image_size)
 
 
 @cache
@@ -88,4 +100,13 @@ def num_parameters(name: str, channels: int, classes: int, image_size: int) -> i
     check(name, channels, classes, image_size)
     from fedbicross.models import factory
 
-    return factory.num_parameters(name, channels, classes, image_size)
+    return factory.num_parameters(canonical(name), channels, classes, image_size)
+
+
+@cache
+def normalised_values(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Numbers that pass through batch normalisation for one image: what dominates the memory of an inversion."""
+    check(name, channels, classes, image_size)
+    from fedbicross.models import factory
+
+    return factory.normalised_values(canonical(name), channels, classes, image_size)

@@ -83,6 +83,18 @@ def forward_flops(name: str, channels: int, classes: int, image_size: int) -> in
     return int(counter.get_total_flops())
 
 
+def normalised_values(name: str, channels: int, classes: int, image_size: int) -> int:
+    """Inputs of all batch-normalisation layers for one image, counted on meta tensors."""
+    model = _skeleton(name, channels, classes, image_size).eval()
+    counts: list[int] = []
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].numel()))
+    with torch.no_grad():
+        model(torch.empty(1, channels, image_size, image_size, device="meta"))
+    return sum(counts)
+
+
 def num_parameters(name: str, channels: int, classes: int, image_size: int) -> int:
     """Number of trainable scalars."""
     return sum(p.numel() for p in _skeleton(name, channels, classes, image_size).parameters())

@@ -43,8 +43,23 @@ def holdings(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         if excluded:
             listed = ", ".join(excluded[:12]) + (" and others" if len(excluded) > 12 else "")
             notes.append(f"Excluded from this run ({count(len(excluded), 'client')}): {listed}.")
+        notes += _architectures(clients)
         found.append({"seed": short(seed, 12), "chart": figures.class_matrix(names, classes, counts), "notes": notes})
     return found
+
+
+def _architectures(clients: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who has which architecture, where they differ."""
+    owners: dict[str, list[str]] = {}
+    for entry in clients:
+        if entry.get("model") is not None:
+            owners.setdefault(short(entry["model"], 24), []).append(short(entry.get("client"), 24))
+    if len(owners) < 2:
+        return []
+    words = [
+        f"{model}: {', '.join(names[:12])}{' and others' if len(names) > 12 else ''}" for model, names in owners.items()
+    ]
+    return [f"Architectures differ. {'; '.join(words)}."]
 
 
 def gains(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +178,13 @@ def _training_line(name: str, entry: Mapping[str, Any]) -> list[str]:
     history = [mapping(epoch) for epoch in sequence(entry.get("history"))]
     best = next((epoch for epoch in history if epoch.get("epoch") == entry.get("best_epoch")), {})
     numbers = [plain(entry.get(field)) for field in ("train_images", "val_images", "best_epoch")]
-    return [short(name, 30), *numbers, percent(best.get("val_accuracy")), fixed(best.get("train_loss"), 3)]
+    return [
+        short(name, 30),
+        short(entry.get("model"), 24),
+        *numbers,
+        percent(best.get("val_accuracy")),
+        fixed(best.get("train_loss"), 3),
+    ]
 
 
 def _by_seed(results: Mapping[str, Any], part: str) -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbicross.report import clients, sections
+from fedbicross.report import clients, rounds, sections
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge
 
@@ -41,6 +41,7 @@ def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
         "tiles": sections.tiles(summaries, verdict),
         "warnings": sections.warnings(results),
         "accuracy": sections.accuracy(results, summaries),
+        "rounds": rounds.section(results),
         "holdings": clients.holdings(results),
         "gains": clients.gains(results),
         "confusions": clients.confusions(results, summaries, verdict),

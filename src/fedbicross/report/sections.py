@@ -64,6 +64,16 @@ def head(results: Mapping[str, Any]) -> dict[str, Any]:
             ", ".join(short(seed, 12) for seed in seeds[:8]) + (" …" if len(seeds) > 8 else ""),
         ),
     ]
+    model = get(results, "config", "model")
+    if model is not None:
+        others = {
+            str(m)
+            for entries in mapping(results.get("clients")).values()
+            for c in sequence(entries)
+            if (m := mapping(c).get("model")) is not None
+        } - {str(model)}
+        own = f"; clients also {', '.join(short(name, 24) for name in sorted(others))}" if others else ""
+        facts.append(("architecture", f"{short(model, 24)}{own}"))
     return {
         "name": short(results.get("name") or "unnamed run", 60),
         "complete": results.get("complete") is True,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedbicross import models
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
-from fedbicross.federation import Method
+from fedbicross.federation import Method, mixed_models_problem
 from fedbicross.methods import create
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
@@ -54,7 +55,13 @@ class RunConfig(Settings):
 
     name: str = Field("run", description="shown in the report")
     data: DataSettings = Field(default_factory=DataSettings)
-    model: str = Field("resnet18", description="architecture of clients and students")
+    model: str = Field(
+        "resnet18", description="architecture of the server's students, and of clients without their own"
+    )
+    client_models: list[str] = Field(
+        default_factory=list,
+        description="architectures of the clients in the order of their names, repeated as needed; []: all `model`",
+    )
     clients: int = Field(5, description="number of simulated hospitals, N")
     partition: PartitionSettings = Field(default_factory=PartitionSettings)
     training: Training = Field(default_factory=lambda: Training(recipe="paper"))
@@ -72,6 +79,29 @@ class RunConfig(Settings):
     deterministic: bool = Field(False, description="plain path on a GPU too: slower, the same bytes every time")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none: torch's choice")
     quick: bool = Field(False, description="small settings were asked for")
+
+    @field_validator("model")
+    @classmethod
+    def _one_name(cls, value: str) -> str:
+        return models.ALIASES.get(value, value)  # an unknown name is refused in `check`, with a hint
+
+    @field_validator("client_models")
+    @classmethod
+    def _own_names(cls, value: list[str]) -> list[str]:
+        return [models.ALIASES.get(name, name) for name in value]
+
+    def architectures(self) -> list[str]:
+        """Every architecture that a client may have, each once."""
+        return list(dict.fromkeys(self.client_models or [self.model]))
+
+    def models_of(self, clients: Sequence[str]) -> dict[str, str]:
+        """The architecture of each client: ``client_models`` in the order of the names, over and over."""
+        if not self.client_models:
+            return {}
+        if len(self.client_models) > len(clients):
+            have = f"{len(self.client_models)} architectures for {len(clients)} clients"
+            raise ConfigError("client_models", f"client_models: {have}; name at most one each")
+        return dict(zip(sorted(clients), cycle(self.client_models), strict=False))
 
     def all_methods(self) -> list[str]:
         """Baselines first, then the methods asked for, each once."""
@@ -113,8 +143,10 @@ def check(config: RunConfig) -> None:
     if config.partition.kind not in PARTITIONS:
         hint = nearest(config.partition.kind, PARTITIONS)
         raise ConfigError("unknown_partition", f"unknown partition {config.partition.kind!r}{hint}")
-    if config.model not in models.MODELS:
-        raise ConfigError("unknown_model", f"unknown model {config.model!r}{nearest(config.model, models.MODELS)}")
+    for name in [config.model, *config.client_models]:
+        models.canonical(name)
+    if config.partition.kind != "natural" and config.partition.file is None:  # else the data say how many there are
+        config.models_of([str(number) for number in range(config.clients)])
     name = config.data.name
     if name not in DATASETS and not name.startswith("python:") and not _exists(name):
         raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, DATASETS)}")
@@ -124,9 +156,13 @@ def check(config: RunConfig) -> None:
         raise ConfigError("methods", "methods: name at least one (see `fedbicross list methods`)")
     for spec in config.all_methods():
         method = config.build(spec)
-        if "bn_stats" in method.needs and not models.MODELS[config.model].has_batchnorm:
-            reason = f"{spec} needs batch-normalisation statistics, which {config.model!r} does not have"
-            raise ConfigError("needs_batchnorm", f"{reason}; choose another --model")
+        for name in config.architectures():
+            if "bn_stats" in method.needs and not models.info(name).has_batchnorm:
+                reason = f"{spec} needs batch-normalisation statistics, which {name!r} does not have"
+                raise ConfigError("needs_batchnorm", f"{reason}; choose another --model")
+        problem = mixed_models_problem(method, config.architectures(), config.model, spec)
+        if problem:
+            raise ConfigError("mixed_models", f"{problem}; leave out {spec}, or client_models")
     known = {spec.partition(":")[0] for spec in config.all_methods()} | set(config.all_methods())
     for spec in config.method:
         if spec not in known:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbicross.bundle import pack, unpack
+from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context
-from fedbicross.evaluate.protocols import TestSet, score_client
+from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, score_client, subsets
 from fedbicross.evaluate.summary import summarise
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload, file_name, records
+from fedbicross.federation import Client, Method, Predictor, file_name, records, round_records, travelled
 
 if TYPE_CHECKING:
     from fedbicross.context import Store
@@ -38,6 +39,39 @@ def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ct
     return out
 
 
+def score_round(
+    number: int,
+    predictors: Mapping[str, Predictor],
+    clients: Sequence[Client],
+    test_images: np.ndarray,
+    test: TestSet,
+    owners: Mapping[str, int],
+    ctx: Context,
+) -> None:
+    """Accuracy after one of several rounds, for the report. Nothing is chosen by it: the row is the last round's."""
+    name = f"rounds/{ctx.scope}/round-{number:03d}.json"
+    if ctx.store.load(name) is not None:
+        return
+    done: dict[int, np.ndarray] = {}
+    found: dict[str, list[float]] = {protocol: [] for protocol in PROTOCOLS}
+    for client in clients:
+        predictor = predictors[client.name]
+        if id(predictor) not in done:
+            done[id(predictor)] = predictor.probabilities(test_images, ctx.device)
+        right = done[id(predictor)].argmax(1) == test.labels
+        counts = np.array(client.class_counts(len(ctx.task.classes)))
+        for protocol, mask in subsets(test, owners[client.name], counts).items():
+            if mask.any():
+                found[protocol].append(float(right[mask].mean()))
+    accuracy = {protocol: float(np.mean(values)) if values else None for protocol, values in found.items()}
+    ctx.store.save(name, canonical_json({"round": number, "accuracy": accuracy}).encode())
+
+
+def _by_round(ctx: Context, rounds: int) -> list[dict[str, Any]]:
+    names = [f"rounds/{ctx.scope}/round-{number:03d}.json" for number in range(1, rounds + 1)] if rounds > 1 else []
+    return [json.loads(data) for data in map(ctx.store.load, names) if data is not None]
+
+
 def make_row(
     spec: str,
     method: Method[Any],
@@ -56,7 +90,7 @@ def make_row(
         score = score_client(
             predictions[client.name], test, owners[client.name], np.array(client.class_counts(classes))
         )
-        scores.append({"client": client.name, **score, **_travel(method, client, ctx)})
+        scores.append({"client": client.name, "model": ctx.model_of(client), **score, **_travel(method, client, ctx)})
     kept = records(ctx, [client.name for client in clients], method.rounds)
     reference = scores if spec == "local_only" else local_only
     return {
@@ -70,6 +104,7 @@ def make_row(
         "client_flops": _flops(ctx, clients, method, "client"),
         "server_flops": _flops(ctx, clients, method, "server"),
         "rounds": method.rounds,
+        "accuracy_by_round": _by_round(ctx, method.rounds),
         "settings": method.config.model_dump(),
         "leaves_the_hospital": method.leaves,
         "warnings": list(dict.fromkeys(w for record in kept for w in record["warnings"])),
@@ -81,26 +116,24 @@ def _travel(method: Method[Any], client: Client, ctx: Context) -> dict[str, int]
     """Bytes that left and came back for this client, over all rounds."""
     if method.pools_data:  # what would have to be sent
         return {"upload_bytes": int(client.images.nbytes + len(client.labels)), "reply_bytes": 0}
-    folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{method.rounds:03d}"
-    name = f"{folder}/{file_name(client.name)}.safetensors"
-    sizes = {"upload_bytes": ctx.store.size(f"uploads/{name}"), "reply_bytes": ctx.store.size(f"replies/{name}")}
-    small = 1 << 16  # a bundle without content is only a manifest, and would not be sent at all
-    if sizes["upload_bytes"] < small and Upload.unpack(ctx.store.load(f"uploads/{name}") or b"").empty:
-        sizes["upload_bytes"] = 0
-    if sizes["reply_bytes"] < small and Reply.unpack(ctx.store.load(f"replies/{name}") or b"").empty:
-        sizes["reply_bytes"] = 0
-    return {key: value * method.rounds for key, value in sizes.items()}
+    if method.rounds == 1:
+        sent, received = travelled(ctx, ctx.scope, client.name)
+    else:
+        trips = [record["bytes"][client.name] for record in round_records(ctx, method.rounds)]
+        sent, received = sum(trip[0] for trip in trips), sum(trip[1] for trip in trips)
+    return {"upload_bytes": sent, "reply_bytes": received}
 
 
 def _flops(ctx: Context, clients: Sequence[Client], method: Method[Any], side: str) -> int:
-    """Arithmetic of all clients, or of the server. Every round costs the same."""
-    folder = ctx.scope if method.rounds == 1 else f"{ctx.scope}/round-{method.rounds:03d}"
+    """Arithmetic of all clients, or of the server, over all rounds."""
+    rounds = sum(int(record[f"{side}_flops"]) for record in round_records(ctx, method.rounds))
     if side == "server":
-        return _recorded(ctx.store, f"records/fuse/{folder}/server.json") * method.rounds
+        return rounds or _recorded(ctx.store, f"records/fuse/{ctx.scope}/server.json")
     names = [file_name(client.name) for client in clients]
-    uploads = sum(_recorded(ctx.store, f"records/upload/{folder}/{name}.json") for name in names) * method.rounds
+    uploads = sum(_recorded(ctx.store, f"records/upload/{ctx.scope}/{name}.json") for name in names)
     names.append("all-sites-pooled")
-    return uploads + sum(_recorded(ctx.store, f"records/personalize/{ctx.scope}/{name}.json") for name in names)
+    own = sum(_recorded(ctx.store, f"records/personalize/{ctx.scope}/{name}.json") for name in names)
+    return rounds + uploads + own
 
 
 def _recorded(store: Store, name: str) -> int:

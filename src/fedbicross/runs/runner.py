@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedbicross.federation import Client, records, simulate
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import Remembering
-from fedbicross.runs.rows import make_row, predict_all, seconds_by_stage
+from fedbicross.runs.rows import make_row, predict_all, score_round, seconds_by_stage
 from fedbicross.runs.store import RunFolder, write_atomic
 from fedbicross.settings import parse
 
@@ -61,8 +62,11 @@ def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
             raise RunError("needs_dataset", "this run used arrays from Python: pass the same dataset to resume it")
         settings = config.data.model_dump(exclude={"name", "dir"})
         dataset = load_dataset(config.data.name, data_dir=config.data.dir, **settings)
-    models.check(config.model, dataset.channels, len(dataset.classes), dataset.image_size)
+    for name in dict.fromkeys([config.model, *config.client_models]):
+        models.check(name, dataset.channels, len(dataset.classes), dataset.image_size)
     partitions = {seed: _partition(config, dataset, seed) for seed in config.seeds}
+    for partition in partitions.values():
+        config.models_of(partition.clients)
     return Prepared(config, dataset, partitions, device, resolve_precision(config.precision, device))
 
 
@@ -228,6 +232,7 @@ def _one_seed(
     store: Store = folder.store if folder else MemoryStore()
     memory_events: list[dict[str, Any]] = []
     event = folder.event if folder else (lambda **fields: memory_events.append(fields))
+    client_models = config.models_of(partition.clients)
     rows: list[dict[str, Any]] = []
     local_scores = None
     # Training alone comes first: every other row is measured against it.
@@ -245,11 +250,13 @@ def _one_seed(
             store=store,
             progress=progress,
             event=event,
+            client_models=client_models,
         )
         saved = store.load(f"rows/{ctx.scope}.json")
         if saved is None:
             progress.say(f"== {spec}, seed {seed}")
-            predictors = simulate(method, clients, ctx)
+            score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
+            predictors = simulate(method, clients, ctx, score)
             # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
             role = "method" if method.role == "baseline" and spec not in BASELINES else method.role
             began = time.perf_counter()
@@ -292,6 +299,7 @@ def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, A
             if data is not None:
                 trained = Trained.unpack(data)
                 curves[names[key]] = {
+                    "model": trained.architecture,
                     "history": trained.history,
                     "best_epoch": trained.best_epoch,
                     "train_images": trained.train_images,
@@ -304,9 +312,11 @@ def _header(prepared: Prepared) -> dict[str, Any]:
     everyone = {}
     for seed, partition in prepared.partitions.items():
         counts = [np.bincount(dataset.train.labels[rows], minlength=classes) for rows in partition.train_indices]
+        own = prepared.config.models_of(partition.clients)
         everyone[str(seed)] = [
             {
                 "client": name,
+                "model": own.get(name, prepared.config.model),
                 "num_samples": int(count.sum()),
                 "class_counts": [int(n) for n in count],
                 "excluded": not count.any(),

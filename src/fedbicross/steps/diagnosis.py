@@ -6,7 +6,7 @@ Everything here looks at uploads and synthetic images only. Thresholds are state
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,15 @@ NO_STRUCTURE = 0.15  # lag-1 autocorrelation below which a batch is still noise
 COLLAPSED = 0.99  # one cluster's share of all cross-cluster weight
 GOOD_AGREEMENT = 0.9  # share of synthetic images of which student and teacher say the same
 MOST_REPEATS = 100  # FedISCA's number of trajectories
+SAME_IMAGE = 0.02  # standard deviation of a pixel over a class's images, of a range of 2, below which they are one
 STRIP_COLUMNS = 8
 MOST_POINTS = 200  # of a curve
+
+INVERSION_HINTS = {
+    "uniform": "use more clusters, or teacher=class_weighted",
+    "structure": "raise alpha_bn, alpha_tv or steps",
+    "unreached": "perhaps no client of it has that class, or alpha_bn outweighs the cross-entropy: lower it",
+}
 
 
 class Curves:
@@ -106,10 +113,29 @@ class Strip:
 def describe_synthesis(
     record: Record, title: str, teacher: Teacher, images: Tensor, labels: Tensor, classes: Sequence[str]
 ) -> None:
-    """Entropy of the teacher's soft labels, its cross-entropy per class, and whether the images have structure."""
+    """What there is to say of images inverted from ``teacher``."""
     logits = teacher.ensemble.logits(images).mean(0)
+    soft = replace(teacher, temperature=1.0).original(images)
+    describe_images(record, title, logits, soft, images, labels, classes, INVERSION_HINTS)
+
+
+@torch.no_grad()
+def describe_images(
+    record: Record,
+    title: str,
+    logits: Tensor,
+    soft: Tensor,
+    images: Tensor,
+    labels: Tensor,
+    classes: Sequence[str],
+    hints: Mapping[str, str],
+) -> None:
+    """Entropy of the teacher's soft labels, its cross-entropy per class, and whether the images have structure.
+
+    ``soft`` are the soft labels at temperature 1; ``hints`` say which settings of the method to change.
+    """
     log_probabilities = logits.log_softmax(-1)
-    entropy = float(soft_label_entropy(replace(teacher, temperature=1.0).original(images)))
+    entropy = float(soft_label_entropy(soft))
     smooth = float(structure(images.float()))
     per_class: list[tuple[str, float, float]] = []
     for index, name in enumerate(classes):
@@ -129,18 +155,27 @@ def describe_synthesis(
     if entropy > UNIFORM:
         record.warn(
             f"{title}: the teacher's soft labels are nearly uniform (entropy {entropy:.2f} of 1): "
-            "there is little to learn; use more clusters, or teacher=class_weighted"
+            f"there is little to learn; {hints['uniform']}"
         )
     if smooth < NO_STRUCTURE:
-        record.warn(
-            f"{title}: the images have no structure (autocorrelation {smooth:.2f}); raise alpha_bn, alpha_tv or steps"
-        )
+        record.warn(f"{title}: the images have no structure (autocorrelation {smooth:.2f}); {hints['structure']}")
     unreached = [name for name, _, hit in per_class if hit < 0.5]
     if unreached:
         record.warn(
             f"{title}: the teacher does not recognise its own images of {', '.join(map(str, unreached[:8]))}; "
-            "perhaps no client of it has that class, or alpha_bn outweighs the cross-entropy: lower it"
+            f"{hints['unreached']}"
         )
+
+
+def describe_variety(record: Record, title: str, variety: Sequence[float], classes: Sequence[str], hint: str) -> None:
+    """How much the images of each class differ (`adversarial.variety`), and which classes are one picture only."""
+    found = {name: round(value, 4) for name, value in zip(classes, variety, strict=True) if not math.isnan(value)}
+    rows = [[name, value] for name, value in found.items()]
+    columns = ["class", "standard deviation over its images (0 is one picture; range 2)"]
+    record.add("tables", f"{title}: variety of the images", {"columns": columns, "rows": rows})
+    same = [str(name) for name, value in found.items() if value < SAME_IMAGE]
+    if same:
+        record.warn(f"{title}: the generator collapsed: nearly the same image for all of {', '.join(same[:8])}; {hint}")
 
 
 def describe_student(record: Record, title: str, student_logits: Tensor, teacher_soft: Tensor) -> float:

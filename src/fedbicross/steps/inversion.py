@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedbicross import models
 from fedbicross.engine.fast import Captured
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from fedbicross.engine.ensemble import Ensemble
 
@@ -81,6 +82,70 @@ def inversion_loss(ensemble: Ensemble, x: Tensor, labels: Tensor, settings: Inve
     batch_norm = reduce_bn_loss(bn_losses, ensemble.has_batchnorm, settings.bn_reduction)
     total = cross_entropy + settings.alpha_tv * variation + settings.alpha_bn * batch_norm
     return InversionLoss(total, cross_entropy, variation, batch_norm)
+
+
+def inversion_gradient(
+    ensemble: Ensemble, x: Tensor, labels: Tensor, settings: InversionSettings
+) -> tuple[InversionLoss, Tensor]:
+    """L_DI and its gradient by x, detached, with the activations of `ensemble.at_once` clients in memory at a time.
+
+    The loss is a sum over clients but for the cross-entropy of their mean logits. Its derivative by the logits of a
+    client is that by the mean over N, the same for all: one pass without gradients finds the mean, a second, a group of
+    clients at a time, carries the derivative on to the pixels. The mean of cross-entropies needs the second only.
+    """
+    groups = ensemble.groups()
+    if len(groups) == 1:
+        leaf = x.detach().requires_grad_(True)
+        loss = inversion_loss(ensemble, leaf, labels, settings)
+        (gradient,) = torch.autograd.grad(loss.total, leaf)
+        return InversionLoss(*(term.detach() for term in loss)), gradient
+    cross_entropy, by_logits = x.new_zeros(()), None
+    if settings.ce == "mean_logits":
+        cross_entropy, by_mean = _cross_entropy_of_the_mean(groups, x, labels)
+        by_logits = by_mean / len(ensemble)
+    bn_terms, gradient = [], torch.zeros_like(x)
+    for group in groups:
+        leaf = x.detach().requires_grad_(True)
+        logits, bn_losses = group.logits_and_bn_loss(leaf)
+        if by_logits is None:
+            share = ensemble_cross_entropy(logits, labels, "mean_ce") * (len(group) / len(ensemble))
+            cross_entropy = cross_entropy + share.detach()
+        else:
+            share = (logits * by_logits).sum()
+        matching = reduce_bn_loss(bn_losses, ensemble.has_batchnorm, settings.bn_reduction)
+        bn_terms.append(matching.detach())
+        gradient = gradient + torch.autograd.grad(share + settings.alpha_bn * matching, leaf)[0]
+    leaf = x.detach().requires_grad_(True)
+    variation = total_variation(leaf)
+    gradient = gradient + settings.alpha_tv * torch.autograd.grad(variation, leaf)[0]
+    variation, batch_norm = variation.detach(), torch.stack(bn_terms).sum()
+    total = cross_entropy + settings.alpha_tv * variation + settings.alpha_bn * batch_norm
+    return InversionLoss(total, cross_entropy, variation, batch_norm), gradient
+
+
+def _cross_entropy_of_the_mean(groups: list[Ensemble], x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """L_CE of the mean logits of all groups, and its derivative by that mean."""
+    with torch.no_grad():
+        mean = torch.cat([group.logits(x) for group in groups]).mean(0)
+    mean = mean.requires_grad_(True)
+    loss = F.cross_entropy(mean, labels)
+    return loss.detach(), torch.autograd.grad(loss, mean)[0]
+
+
+KEPT = 4  # numbers that autograd keeps for each one that a BN layer is given: 2.9 to 3.9, by architecture
+MEMORY_CPU = 12 << 30  # bytes; fixed, so that every machine groups its clients in the same way
+
+
+def clients_that_fit(architectures: Sequence[str], shape: tuple[int, int, int], batch: int, device: str) -> int:
+    """How many of these clients an inversion may have in memory: half of a GPU's, or 12 GiB; always at least one.
+
+    ``shape`` is (channels, classes, image size). The largest architecture counts.
+    """
+    values = max(models.normalised_values(name, *shape) for name in architectures)
+    memory = MEMORY_CPU
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.device(device)).total_memory // 2
+    return max(1, memory // max(4 * KEPT * batch * values, 1))
 
 
 def circular_shift(x: Tensor, offset: Tensor) -> Tensor:
@@ -182,12 +247,12 @@ class Inversion:
     ) -> list[Tensor]:
         """The step as a function of tensors: new images, moments and count, then the terms of the loss."""
         with torch.enable_grad():
-            leaf = images.detach().requires_grad_(True)
-            loss = inversion_loss(self.ensemble, circular_shift(leaf, offset), labels, self.settings)
-            (gradient,) = torch.autograd.grad(loss.total, leaf)
+            loss, gradient = inversion_gradient(
+                self.ensemble, circular_shift(images.detach(), offset), labels, self.settings
+            )
         count = count + 1
-        moved = adam_step(images, gradient, first, second, count, self.settings.lr)
-        return [*moved, count, *(term.detach() for term in loss)]
+        moved = adam_step(images, circular_shift(gradient, -offset), first, second, count, self.settings.lr)
+        return [*moved, count, *loss]
 
 
 def structure(x: Tensor) -> Tensor:

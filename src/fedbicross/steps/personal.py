@@ -43,7 +43,9 @@ def distil_personal(
     none of the three models' losses; a client too small to have any gets no comparison.
     """
     name, *shape = ctx.architecture
-    networks = [load_model(name, state, *shape).to(ctx.device) for state in (cluster_state, own_state)]
+    own = ctx.model_of(client)  # only its answers are used, so that it may be of any architecture
+    both = ((name, cluster_state), (own, own_state))
+    networks = [load_model(which, state, *shape).to(ctx.device) for which, state in both]
     seed = ctx.seed if ctx.training.seed is None else ctx.training.seed
     rng = numpy_rng(seed, "training", client.name, "validation-split")
     rows, held = split_validation(client.labels, client.patients, ctx.training.validation, rng)
@@ -71,7 +73,9 @@ def distil_personal(
         update(epoch + 1, "")
     if not student.finite:
         raise MethodError("diverged", f"{client.label}: the personal weights are no longer finite; lower lr_personal")
-    ctx.record.flops += models.forward_flops(*ctx.architecture) * (2 * len(labels) + 3 * epochs * len(rows))
+    per_image = models.forward_flops(*ctx.architecture)
+    answers = (per_image + models.forward_flops(*ctx.architecture_of(client))) * len(labels)
+    ctx.record.flops += answers + 3 * per_image * epochs * len(rows)
     return student.state(), _compare(student, images, labels, cached, held)
 
 

@@ -1,0 +1,183 @@
+"""DENSE against its algorithm written out in plain torch, and its batch-norm term, which the released code lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import slow
+import slow_generators as plainly
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedbicross.context import Context
+from fedbicross.errors import ConfigError, MethodError
+from fedbicross.federation import Upload, check_needs
+from fedbicross.methods import create
+from fedbicross.methods.dense import generator_loss
+from fedbicross.methods.synthesis import new_student
+from fedbicross.runs.config import load_config
+from small import TINY_METHODS, tiny_clients, tiny_context
+
+SETTINGS = {**TINY_METHODS["dense"], "epochs": 2, "steps": 2, "storage": "fp32", "lr": 0.02}
+
+
+@pytest.fixture(scope="module")
+def uploads() -> list[Upload]:
+    ctx = tiny_context()
+    return [create("dense").upload(client, ctx) for client in tiny_clients(3)]
+
+
+@pytest.fixture(scope="module")
+def usual(uploads: list[Upload]) -> Tensor:
+    return made().fuse(uploads, tiny_context())[0].tensors["head.weight"]
+
+
+def made(variant: str = "", **settings: Any) -> Any:
+    return create(f"dense{variant}", {"dense": {**SETTINGS, **settings}})
+
+
+def loss_of(config: Any, clients: Any, pupil: slow.Pupil, x: Tensor, labels: Tensor) -> Tensor:
+    """L_CE + λ₁ L_BN + λ₂ L_div, image by image."""
+    teacher, student = sum(network(x) for network in clients) / len(clients), plainly.judged(pupil, x)
+    boundary = torch.zeros(())
+    for each, a, b in zip(plainly.divergences(teacher, student, 1.0), teacher, student, strict=True):
+        boundary = boundary - (each if a.argmax() != b.argmax() else 0) / config.batch
+    loss = F.cross_entropy(teacher, labels) + config.alpha_adv * boundary
+    if config.alpha_bn and not config.authors_code:
+        loss = loss + config.alpha_bn * plainly.matching(clients, x)
+    return loss
+
+
+def plain(config: Any, uploads: list[Upload], ctx: Context) -> dict[str, Tensor]:
+    """Algorithm 1 with loops."""
+    clients, pupil = slow.networks(uploads, ctx), slow.Pupil(config, ctx)
+    labels, pool, maker = slow.labels_of(config, ctx), [], None
+    for epoch in range(config.epochs):
+        z = torch.randn((config.batch, config.latent), generator=ctx.torch_rng("latent", f"epoch-{epoch}"))
+        z.requires_grad_(config.learn_latent)
+        if maker is None or config.reset:
+            maker = plainly.Maker(config, ctx, ("generator", f"epoch-{epoch}"), [z] if config.learn_latent else [])
+        best, kept = float("inf"), None
+        for s in range(config.steps):
+            x = maker.network(z)
+            seen = plainly.flipped(x, ctx, config, "synthesis", epoch, config.steps, s)
+            loss = loss_of(config, clients, pupil, seen, labels)
+            if loss.item() < best:
+                best, kept = loss.item(), x.detach().clone()
+            maker.step(loss)
+        pool.append(kept if config.keep == "best" else maker.network(z).detach())
+        pool = pool[-config.pool :]
+        everything, count = torch.cat(pool), config.steps_distil or len(pool)
+        for number, rows in enumerate(plainly.rows(ctx, config, epoch, len(everything), count)):
+            x = plainly.flipped(everything[rows], ctx, config, "distillation", epoch, count, number)
+            lr = plainly.rate(config, epoch, number, count)
+            plainly.teach(pupil, config, x, slow.mean_logits(clients, x), lr)
+    return pupil.network.state_dict()
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("", {"reset": True, "steps_distil": 3, "schedule": "cosine", "pool": 1, "clip": 0.5}),
+    (":authors_code", {}),
+    (":one_pass", {}),
+    (":no_bn", {}),
+    (":no_adversarial", {}),
+]
+
+
+@pytest.mark.parametrize(("variant", "settings"), CASES)
+def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, Any], uploads: list[Upload]) -> None:
+    method = made(variant, **settings)
+    replies = method.fuse(uploads, tiny_context())
+    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
+    slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"alpha_bn": 0.0}, {"alpha_adv": 0.0}, {"reset": True}, {"pool": 1}, {"keep": "best"}, {"augment": "flip"}],
+)
+def test_every_part_of_the_algorithm_matters(other: dict[str, Any], uploads: list[Upload], usual: Tensor) -> None:
+    found = made(**other).fuse(uploads, tiny_context())[0].tensors["head.weight"]
+    assert (found - usual).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("settings", [{}, {"alpha_adv": 30.0, "alpha_bn": 0.01}, {"authors_code": True}])
+def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], uploads: list[Upload]) -> None:
+    config, ctx = made(**settings).config, tiny_context()
+    x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels, pupil, student = slow.labels_of(config, ctx), slow.Pupil(config, ctx), new_student(ctx, 0)
+    expected = loss_of(config, slow.networks(uploads, ctx), pupil, x, labels)
+    found = generator_loss(config, create("dense").load_teachers(uploads, ctx), student, x, labels)
+    assert found[3] < 0, "student and teacher disagree somewhere"
+    torch.testing.assert_close(found[0], expected)
+    gradients = [torch.autograd.grad(loss, x)[0] for loss in (found[0], expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+# --- the batch-norm term ---------------------------------------------------------------------------------
+
+
+def terms(config: Any, uploads: list[Upload], x: Tensor) -> tuple[list[Tensor], Tensor]:
+    ctx = tiny_context()
+    ensemble = create("dense").load_teachers(uploads, ctx)
+    leaf = x.clone().requires_grad_(True)
+    found = generator_loss(config, ensemble, new_student(ctx, 0), leaf, slow.labels_of(config, ctx))
+    return found, torch.autograd.grad(found[2], leaf, allow_unused=True)[0] if found[2].requires_grad else leaf * 0
+
+
+def test_the_batch_norm_term_reaches_the_images_through_every_client(uploads: list[Upload]) -> None:
+    config = made().config
+    x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0))
+    (total, cross_entropy, batch_norm, boundary), gradient = terms(config, uploads, x)
+    assert batch_norm > 0.1 and gradient.abs().max() > 0
+    torch.testing.assert_close(total, cross_entropy + batch_norm + 0.5 * boundary)
+    torch.testing.assert_close(batch_norm, plainly.matching(slow.networks(uploads, tiny_context()), x))
+    alone = [terms(config, [upload], x) for upload in uploads]
+    assert all(part[2] > 0.1 and pixels.abs().max() > 0 for part, pixels in alone), "every client has a part"
+    torch.testing.assert_close(batch_norm, sum(part[2] for part, _ in alone) / 3)
+    torch.testing.assert_close(gradient, sum(pixels for _, pixels in alone) / 3, rtol=1e-4, atol=1e-6)
+
+
+def test_the_released_code_has_no_batch_norm_term(uploads: list[Upload]) -> None:
+    config = made(authors_code=True, alpha_bn=1000.0).config
+    x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0))
+    (total, cross_entropy, batch_norm, boundary), gradient = terms(config, uploads, x)
+    assert batch_norm == 0 and (gradient == 0).all()
+    torch.testing.assert_close(total, cross_entropy + 0.5 * boundary)
+    weight = made(authors_code=True).fuse(uploads, tiny_context())[0].tensors["head.weight"]
+    heavy = made(authors_code=True, alpha_bn=1000.0).fuse(uploads, tiny_context())[0].tensors["head.weight"]
+    assert torch.equal(weight, heavy), "whatever its weight"
+
+
+@pytest.mark.parametrize("settings", [{"alpha_bn": 0.0}, {"authors_code": True}])
+def test_clients_without_batch_normalisation_need_a_term_less(settings: dict[str, Any]) -> None:
+    ctx = tiny_context(model="cnn")
+    sent = [create("dense").upload(client, ctx) for client in tiny_clients(2)]
+    with pytest.raises(MethodError) as refused:
+        made().fuse(sent, ctx)
+    with pytest.raises(MethodError) as checked:
+        check_needs(made(), sent)
+    assert refused.value.code == checked.value.code == "needs_bn_stats" and "'client-0'" in str(refused.value)
+    with pytest.raises(ConfigError) as early:
+        load_config(flags={"model": "cnn", "methods": ["dense"]})
+    assert early.value.code == "needs_batchnorm"
+    load_config(flags={"model": "cnn", "methods": ["dense:no_bn", "dense:authors_code"]})
+    check_needs(made(**settings), sent)
+    reply = made(**settings).fuse(sent, ctx)[0]
+    assert all(torch.isfinite(value).all() for value in reply.tensors.values())
+
+
+def test_the_papers_values_are_the_defaults() -> None:
+    config = create("dense").config
+    assert (config.epochs, config.steps, config.alpha_bn, config.alpha_adv) == (200, 30, 1.0, 0.5)
+    assert (config.lr_generator, config.lr, config.latent, config.width) == (1e-3, 1e-2, 256, 128)
+    code = create("dense:authors_code").config
+    assert (code.alpha_adv, code.lr, code.reset, code.learn_latent, code.keep) == (1.0, 0.005, True, True, "best")
+
+
+def test_latents_are_learned_only_by_a_generator_that_starts_anew() -> None:
+    with pytest.raises(ConfigError, match="learn_latent needs reset = true"):
+        create("dense", {"dense": {"learn_latent": True}})

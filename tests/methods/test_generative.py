@@ -1,0 +1,344 @@
+"""What DAFL, DENSE and Co-Boosting share: replay, resuming, refusing, costs, and the diagnosis of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbicross import models
+from fedbicross.context import Context, MemoryStore
+from fedbicross.errors import ConfigError, MethodError
+from fedbicross.federation import Client, Upload, simulate
+from fedbicross.methods import create
+from fedbicross.methods.generative import Replay, first_of_each_class
+from fedbicross.steps import generators
+from small import TINY_METHODS, tiny_clients, tiny_context
+
+NAMES = ["dafl", "dense", "co_boosting"]
+each = pytest.mark.parametrize("name", NAMES)
+SMALL = {"epochs": 2, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Context:
+    ctx = tiny_context()
+    for client in tiny_clients(3):
+        ctx.local_model(client)
+    return ctx
+
+
+@pytest.fixture(scope="module")
+def uploads(trained: Context) -> list[Upload]:
+    return [create("dense").upload(client, trained) for client in tiny_clients(3)]
+
+
+def tiny(spec: str, **settings: Any) -> Any:
+    name = spec.partition(":")[0]
+    return create(spec, {name: {**TINY_METHODS[name], **SMALL, **settings}})
+
+
+# --- replay ----------------------------------------------------------------------------------------------
+
+
+def replay(uploads: Sequence[Upload], **settings: Any) -> Replay:
+    method, ctx = tiny("dense", **settings), tiny_context()
+    return Replay("dense", method.config, method.load_teachers(uploads, ctx), ctx)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_generator_lives_on_or_starts_anew_with_new_latents_either_way(reset: bool, uploads: list[Upload]) -> None:
+    server = replay(uploads, reset=reset, epochs=3)
+    weights, latents, counts = [], [], []
+    for _ in server.epochs():
+        weights.append(server.generator.params["end.weight"].detach().clone())
+        latents.append(server.generator.latent.clone())
+        counts.append(float(server.generator.count))
+        for _ in server.synthesis():
+            server.generate(lambda x: [x.square().mean()], ["generator"])
+        after = server.generator.params["end.weight"].detach().clone()
+        server.store()
+        for batch in server.distillation():
+            server.teach(batch["images"], torch.full((12, 3), 1 / 3))
+        weights.append(after)
+    assert torch.equal(weights[2], weights[1]) != reset, "the second epoch starts where the first ended, or not"
+    assert counts == ([0, 0, 0] if reset else [0, 2, 4])
+    assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[1], latents[2])
+
+
+@pytest.mark.parametrize(("capacity", "expected"), [(200, [1, 2, 3]), (2, [1, 2, 2]), (1, [1, 1, 1])])
+def test_an_epoch_is_one_pass_over_a_bounded_pool(capacity: int, expected: list[int], uploads: list[Upload]) -> None:
+    server = replay(uploads, pool=capacity, epochs=3)
+    passes = []
+    for epoch in server.epochs():
+        for _ in server.synthesis():
+            server.generate(lambda x: [x.square().mean()], ["generator"])
+        assert server.store(number=lambda x, epoch=epoch: torch.full((12,), epoch) * 12 + torch.arange(12))
+        assert not server.store(), "once an epoch"
+        seen = []
+        for batch in server.distillation():
+            seen += batch["number"].tolist()
+            assert batch["images"].shape == (12, 3, 12, 12) and batch["images"].abs().max() <= 1
+            server.teach(batch["images"], torch.full((12, 3), 1 / 3))
+        oldest = max(0, epoch + 1 - capacity)
+        assert sorted(seen) == list(range(12 * oldest, 12 * (epoch + 1))), "every image once"
+        assert seen != sorted(seen), "in random order"
+        passes.append(len(seen) // 12)
+    assert passes == expected and server.learning == sum(expected)
+
+
+def test_a_fixed_number_of_student_steps(uploads: list[Upload]) -> None:
+    server = replay(uploads, steps_distil=5, epochs=2)
+    for _ in server.epochs():
+        list(server.synthesis())
+        server.store()
+        assert len(list(server.distillation())) == 5
+    assert server.learning == 10
+
+
+def test_the_best_images_are_kept_where_asked(uploads: list[Upload]) -> None:
+    """A loss that gets worse with every step: the first images are the best."""
+    for keep in ("best", "last"):
+        server, losses = replay(uploads, keep=keep, steps=4, epochs=1, lr_generator=0.05, storage="fp32"), []
+        for _ in server.epochs():
+            first = server.generator.images().detach()
+
+            def worse(x: torch.Tensor, losses: list[float] = losses) -> list[torch.Tensor]:
+                losses.append(0.0)
+                return [x.mean() * 0.1 + len(losses)]
+
+            for _ in server.synthesis():
+                server.generate(worse, ["generator"])
+            server.store()
+            kept = server.pool.batch(0)["images"]
+            assert torch.equal(kept, first) == (keep == "best")
+            if keep == "last":
+                assert torch.equal(kept, server.generator.images().detach())
+            list(server.distillation())
+
+
+def test_one_image_of_each_class_is_shown() -> None:
+    images = torch.arange(5.0).view(5, 1, 1, 1)
+    shown = first_of_each_class(images, torch.tensor([2, 0, 2, 0, 3]), 4)
+    assert shown.flatten().tolist() == [1.0, 1.0, 0.0, 4.0], "class 1 has none and is white"
+
+
+# --- killed and resumed ----------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal(MemoryStore):
+    """Refuses everything after so many files."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__()
+        self.budget, self.names = budget, []
+
+    def save(self, name: str, data: bytes) -> None:
+        if self.budget == 0:
+            raise Killed
+        self.budget -= 1
+        self.names.append(name)
+        super().save(name, data)
+
+
+def fuse(method: Any, uploads: Sequence[Upload], store: MemoryStore) -> tuple[list[bytes], dict[str, Any]]:
+    ctx = tiny_context()
+    ctx.store, ctx.seconds_between_stages = store, 0
+    replies = method.fuse(uploads, ctx)
+    return [reply.pack() for reply in replies], ctx.record.as_json()
+
+
+RESUMED = ["dafl", "dense", "dense:authors_code", "co_boosting", "co_boosting:authors_code"]
+
+
+@pytest.mark.parametrize("spec", RESUMED)
+def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
+    method, whole = tiny(spec), Mortal(budget=1000)
+    expected, record = fuse(method, uploads, whole)
+    count = len(whole.names)
+    assert count >= 5, "every step is kept, and the picture"
+    for budget in sorted({1, 2, 3, count // 2 + 1, count - 1}):
+        store = Mortal(budget)
+        with pytest.raises(Killed):
+            fuse(method, uploads, store)
+        before, store.budget = len(store.names), 1000
+        again, resumed = fuse(method, uploads, store)
+        assert again == expected, f"killed after {budget} of {count} files"
+        assert resumed == record, "the diagnosis tells of the whole run, not only of its end"
+        assert len(store.names) - before == count - budget, "the work before the kill is not repeated"
+
+
+@each
+def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, uploads: list[Upload]) -> None:
+    first, second, third = tiny_context(), tiny_context(), tiny_context()
+    third.seed = 1
+    made = [tiny(name).fuse(uploads, ctx)[0].pack() for ctx in (first, second, third)]
+    assert made[0] == made[1] != made[2]
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize(
+    ("key", "value", "code"), [("weight", float("nan"), "not_finite"), ("running_var", -1.0, "bad_statistics")]
+)
+def test_damaged_weights_are_refused_by_name(
+    name: str, key: str, value: float, code: str, uploads: list[Upload]
+) -> None:
+    tensors = {name: tensor.clone() for name, tensor in uploads[1].tensors.items()}
+    tensors[next(name for name in tensors if name.endswith(key))].view(-1)[0] = value
+    store = Mortal(1000)
+    with pytest.raises(MethodError) as caught:
+        fuse(tiny(name), [uploads[0], replace(uploads[1], tensors=tensors)], store)
+    assert caught.value.code == code and "'client-1'" in str(caught.value)
+    assert not store.names, "before any work"
+
+
+@each
+def test_weights_of_another_architecture_are_refused_by_name(name: str, uploads: list[Upload]) -> None:
+    wrong = create(name).upload(tiny_clients(1)[0], tiny_context(model="vgg8")).tensors
+    with pytest.raises(MethodError) as caught:
+        tiny(name).fuse([uploads[0], Upload("client-1", uploads[0].task, wrong)], tiny_context())
+    assert caught.value.code == "wrong_weights" and "'client-1' did not send a resnet8" in str(caught.value)
+
+
+@each
+def test_bad_settings_are_refused_by_name(name: str) -> None:
+    wrong = {"steps": 0, "batch": 1, "latent": 0, "width": 1, "temperature": 0.0, "lr": -1.0, "lr_generator": 0.0}
+    for key, value in {**wrong, "clip": 0.0, "schedule": "never"}.items():
+        with pytest.raises(ConfigError, match=f"method.{name}.{key}"):
+            create(name, {name: {key: value}})
+    if name != "dafl":
+        for key, value in {
+            "pool": 0,
+            "storage": "png",
+            "keep": "first",
+            "augment": "rotate",
+            "steps_distil": 0,
+        }.items():
+            with pytest.raises(ConfigError, match=f"method.{name}.{key}"):
+                create(name, {name: {key: value}})
+
+
+@each
+def test_a_student_that_diverges_is_an_error_in_words(name: str, uploads: list[Upload]) -> None:
+    with pytest.raises(MethodError) as caught:
+        tiny(name, lr=1e30, schedule="constant", clip=None).fuse(uploads, tiny_context())
+    assert caught.value.code == "diverged" and "lower the student's lr" in str(caught.value)
+
+
+@each
+def test_clients_of_different_architectures_teach_together(name: str, trained: Context) -> None:
+    clients = tiny_clients(3)
+    ctx = replace(trained, scope=f"seed-0/mixed-{name}", client_models={"client-1": "wrn16_2", "client-2": "vgg8"})
+    predictors = simulate(tiny(name), clients, ctx)
+    assert all(predictor.architectures == ("resnet8",) for predictor in predictors.values())
+    assert np.isfinite(predictors["client-1"].probabilities(clients[1].images)).all()
+
+
+@each
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> None:
+    replies = tiny(name).fuse(uploads[:count], tiny_context())
+    assert len(replies) == count
+    assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
+
+
+@pytest.mark.parametrize("spec", ["dafl", "dense", "co_boosting"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_clients_a_few_at_a_time_give_the_same(spec: str, at_once: int, uploads: list[Upload]) -> None:
+    whole = tiny(spec).fuse(uploads, tiny_context())[0].tensors
+    parts = tiny(spec, teachers_at_once=at_once).fuse(uploads, tiny_context())[0].tensors
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-4)
+
+
+@each
+def test_more_classes_than_images_in_a_batch(name: str) -> None:
+    ctx, clients = tiny_context(classes=6), tiny_clients(2, classes=2)
+    predictors = simulate(tiny(name, batch=4), clients, ctx)
+    assert np.isfinite(predictors["client-0"].probabilities(clients[0].images)).all()
+
+
+# --- costs and diagnosis ---------------------------------------------------------------------------------
+
+
+def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
+    one = models.forward_flops("resnet8", 3, 3, 12)
+
+    def spent(spec: str, **settings: Any) -> int:
+        ctx = tiny_context()
+        tiny(spec, **settings).fuse(uploads, ctx)
+        return ctx.record.flops
+
+    def generator(**kind: Any) -> int:
+        return generators.forward_flops(generators.GeneratorSettings(latent=8, width=8, lr=1e-3, **kind), 3, 12)
+
+    made, learned, epochs = 4, 3, 2  # two epochs of two steps; pools of one and of two batches
+    step = 2 * 3 * one + 2 * one + 3 * generator()
+    assert spent("dense") == 12 * (made * step + epochs * 3 * one + learned * 3 * one)
+    assert spent("dense", augment="flip") == 12 * (made * step + learned * (3 + 3) * one)
+    assert spent("co_boosting") == 12 * (made * step + learned * (9 + 3) * one)
+    assert spent("co_boosting", epsilon=0.0) == 12 * (made * step + learned * (3 + 3) * one)
+    assert spent("dafl") == 12 * 4 * (2 * 3 * one + 3 * one + 3 * generator(output="tanh", eps=0.8, init="uniform"))
+
+
+@each
+def test_a_record_tells_what_happened(name: str, trained: Context) -> None:
+    ctx = replace(trained, scope=f"seed-0/{name}")
+    long = [Client("n" * 500 + str(i), c.images, c.labels) for i, c in enumerate(tiny_clients(3))]
+    simulate(tiny(name), long, ctx)
+    found = json.loads(ctx.store.load(f"records/fuse/seed-0/{name}/server.json"))
+    assert "n" * 50 not in json.dumps(found), "long names appear shortened"
+    diagnosis = found["diagnosis"]
+    assert 0 <= diagnosis["scalars"]["student: soft-label entropy (0 sure, 1 uniform)"] <= 1
+    assert 0 <= diagnosis["scalars"]["student: student agrees with its teacher on synthetic images"] <= 1
+    rows = diagnosis["tables"]["student: variety of the images"]["rows"]
+    assert all(row[0].startswith("class-") and row[1] >= 0 for row in rows)
+    terms = {
+        "dafl": {"generator", "one-hot", "entropy", "activation"},
+        "dense": {"generator", "cross-entropy", "batch norm", "boundary support"},
+        "co_boosting": {"generator", "hard cross-entropy", "batch norm", "adversarial"},
+    }
+    made, learned = (diagnosis["curves"][f"student: {what} loss"] for what in ("generator", "distillation"))
+    assert set(made["series"]) == terms[name] and made["x"] == [1, 2, 3, 4]
+    assert learned["x"] == ([1, 2, 3, 4] if name == "dafl" else [1, 2, 3])
+    assert all(len(values) == len(curve["x"]) for curve in (made, learned) for values in curve["series"].values())
+    strip = diagnosis["image_strips"]["student: synthetic images"]
+    assert strip["rows"] == ["class-0", "class-1", "class-2"] and strip["columns"] == ["epoch 1", "epoch 2"]
+    picture = Image.open(io.BytesIO(ctx.store.load(strip["images"])))
+    assert picture.format == "PNG" and picture.height >= 36
+
+
+@each
+def test_a_generator_that_collapsed_is_noticed(
+    name: str, uploads: list[Upload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grey(self: generators.ImageGenerator, z: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.zeros(12, 3, 12, 12) + 0 * sum(value.sum() for value in self._learned)
+
+    monkeypatch.setattr(generators.ImageGenerator, "images", grey)
+    ctx = tiny_context()
+    tiny(name).fuse(uploads, ctx)
+    assert any("the generator collapsed" in warning for warning in ctx.record.warnings)
+    assert any("no structure" in warning for warning in ctx.record.warnings)
+
+
+def test_a_student_that_does_not_learn_is_noticed() -> None:
+    """Clients that are sure of their classes, and a student whose rate is nothing."""
+    clients, ctx = tiny_clients(3, per_client=60), tiny_context(epochs=10)
+    method = tiny("dense", lr=1e-12, steps=25, epochs=1, batch=30, lr_generator=0.02, alpha_bn=0.1)
+    method.fuse([method.upload(client, ctx) for client in clients], ctx)
+    assert any("has not learned its teacher" in warning for warning in ctx.record.warnings)

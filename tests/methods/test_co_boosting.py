@@ -131,7 +131,8 @@ def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, A
     replies = method.fuse(uploads, ctx)
     assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
     expected = Slow(method.config, uploads, tiny_context())
-    slow.assert_same_state(replies[0].tensors, expected.run(), atol=2e-4)
+    # The perturbation is a sign: a gradient that rounds to the other side of 0 moves its pixel by 2ε.
+    slow.assert_same_state(replies[0].tensors, expected.run(), atol=5e-4 if variant == ":no_perturbation" else 4e-3)
     shares = expected.weights / expected.weights.sum()
     assert final_weights(ctx) == pytest.approx(shares.tolist(), abs=1e-3)
     assert (final_weights(ctx) == pytest.approx([1 / 3] * 3, abs=1e-4)) == (variant == ":no_reweighting")

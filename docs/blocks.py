@@ -105,7 +105,8 @@ def _costs(run: str, method: str, root: Path) -> str:
 # --- methods ---------------------------------------------------------------------------------------------
 
 
-def _methods(_: str, page: Path, root: Path) -> str:
+def _methods(how: str, page: Path, root: Path) -> str:
+    """All methods; ``short`` leaves out their variants."""
     from fedbicross.methods import METHODS
 
     rows: list[Row] = []
@@ -113,7 +114,8 @@ def _methods(_: str, page: Path, root: Path) -> str:
         doc = root / "docs" / "methods" / f"{name}.md"
         shown = f"[`{name}`]({_link(doc, page)})" if doc.exists() else f"`{name}`"
         rows.append((shown, cls.role.replace("_", " "), cls.summary))
-        rows += [(f"`{name}:{v}`", "", cls.variant_notes.get(v, "")) for v in cls.variants]
+        if how != "short":
+            rows += [(f"`{name}:{v}`", "", cls.variant_notes.get(v, "")) for v in cls.variants]
     return table(("method", "role", "what it does"), rows)
 
 

@@ -25,6 +25,27 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedisca:five_shots": {"shots": 3},
     "e_fedisca:five_shots": {"shots": 3},
     "fedbicross:repeated": {"trajectories": 3},
+    "local_head": {"encoder": "tiny", "batch": 12, "head_hidden": 16, "epochs_classifier": 3},
+    "centralised_head": {"encoder": "tiny", "batch": 12, "head_hidden": 16, "epochs_classifier": 3},
+    "falcon": {
+        "encoder": "tiny",
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "feedforward": 16,
+        "components": 2,
+        "batch": 12,
+        "epochs_generator": 3,
+        "lr_generator": 1e-2,
+        "head_hidden": 16,
+        "epochs_classifier": 3,
+        "epochs_global": 2,
+        "epochs_personal": 2,
+    },
+    "falcon:released": {"epochs_generator": 3, "epochs_global": 2, "batch_global": 16},
+    "fedpft": {"encoder": "tiny", "components": 3, "epochs": 3, "lr": 1e-2},
+    "fedcgs": {"encoder": "tiny"},
+    "fedlmg": {"images_per_class": 4, "steps": 3, "bn_steps": 1, "epochs": 2, "batch_synthesis": 12},
 }
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fedbicross import seeds
 from fedbicross.bundle.format import canonical_json
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fedbicross.engine.train import Trained
     from fedbicross.federation import Client
+    from fedbicross.models.encoders import EncoderSpec
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,20 @@ class Task:
     def from_json(cls, value: Mapping[str, Any]) -> Task:
         """Read back ``as_json``."""
         return cls(tuple(value["classes"]), value["image_size"], value["channels"], value["model"])
+
+
+@runtime_checkable
+class _HasImages(Protocol):
+    """The part of a client that is encoded."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def images(self) -> np.ndarray: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def label(self) -> str: ...
 
 
 class Store(Protocol):
@@ -129,7 +144,7 @@ class Record:
     flops: int = 0
     warnings: list[str] = field(default_factory=list)
     diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
-    local_models: list[str] = field(default_factory=list)  # keys of the client models used
+    local_models: list[str] = field(default_factory=list)  # keys of the client models and features used
 
     def warn(self, message: str) -> None:
         """Say in words what went wrong and which setting to change."""
@@ -371,6 +386,59 @@ class Context:
             "precision": f"{self.device}-{self.precision}",
         }
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+    # --- features of a frozen encoder, computed once and shared by all methods ------------------------
+
+    def features(self, source: _HasImages | np.ndarray, spec: EncoderSpec) -> Tensor:
+        """Tokens [n, 1 + L, dim] of a client's images (or of any uint8 images), shared by the content of each image."""
+        from fedbicross.engine.tokens import token_sequences
+        from fedbicross.models.encoders import load_encoder
+
+        images = source.images if isinstance(source, _HasImages) else source
+        label = source.label if isinstance(source, _HasImages) else "images"
+        began = time.perf_counter()
+        update = self.progress.start(f"encoding {label}", 1)
+        tokens = token_sequences(
+            images, spec, self.device, self.store, lambda done, total: update(done // total, f"view {done} of {total}")
+        )
+        encoder = load_encoder(spec.name, self.device, spec.size)
+        self.record.flops += encoder.flops * tokens.shape[0] * tokens.shape[1]
+        if isinstance(source, _HasImages):  # like local training: every method that uses it is charged in full
+            parts = {"data": source.digest, "encoder": spec.as_json(), "digest": encoder.digest, "device": self.device}
+            key = "features-" + hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+            if key not in self.record.local_models:
+                self.record.local_models.append(key)
+            seconds = time.perf_counter() - began
+            self.training_seconds += seconds
+            self.event(event="encoded", key=key, client=source.name, seconds=seconds)
+        return tokens
+
+    def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
+        """Bytes that a client makes once and that methods share: the same data, settings and seed give the same.
+
+        As with local training, every method that uses them is charged the full time.
+        """
+        parts = {
+            "client": client.name,
+            "data": client.digest,
+            "task": self.task.as_json(),
+            "settings": dict(settings),
+            "validation": self.training.validation,
+            "seed": self.seed,
+            "precision": f"{self.device}-{self.precision}",
+        }
+        key = f"{kind}-{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}"
+        if key not in self.record.local_models:
+            self.record.local_models.append(key)
+        began, inner = time.perf_counter(), self.training_seconds
+        data = self.store.load(f"client_models/{key}.safetensors")
+        if data is None:
+            data = make()
+            self.store.save(f"client_models/{key}.safetensors", data)
+            seconds = time.perf_counter() - began - (self.training_seconds - inner)
+            self.event(event="trained", key=key, client=client.name, seconds=seconds)
+        self.training_seconds = inner + time.perf_counter() - began
+        return data
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""

@@ -84,6 +84,7 @@ class _PredictorManifest(Settings):
     task: Task
     architectures: list[str]
     combine: Literal["mean_logits", "mean_probs", "class_weighted"]
+    encoder: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,15 @@ class Predictor:
     combine: Literal["mean_logits", "mean_probs", "class_weighted"] = "mean_logits"
     class_weights: Tensor | None = None  # [networks, classes], for class_weighted
     constant: Tensor | None = None  # [classes]
+    encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
 
-    def probabilities(self, images: np.ndarray, device: str = "cpu", precision: str = "fp32") -> np.ndarray:
-        """Class probabilities [n,C] for uint8 images [n,H,W,C]."""
+    def probabilities(
+        self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
+    ) -> np.ndarray:
+        """Class probabilities [n,C] for uint8 images [n,H,W,C]; a store keeps the features of a frozen encoder."""
         from fedbicross.engine import predict
 
-        return predict.probabilities(self, images, device, precision)
+        return predict.probabilities(self, images, device, precision, store=store)
 
     def pack(self) -> bytes:
         """The bytes of the final model."""
@@ -173,6 +177,7 @@ class Predictor:
         tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
         tensors |= {} if self.constant is None else {"constant": self.constant}
         info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
+        info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
         return pack("predictor", tensors, info)
 
     @classmethod
@@ -183,7 +188,7 @@ class Predictor:
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
         weights, constant = tensors.get("class_weights"), tensors.get("constant")
-        return cls(manifest.task, architectures, tuple(states), manifest.combine, weights, constant)
+        return cls(manifest.task, architectures, tuple(states), manifest.combine, weights, constant, manifest.encoder)
 
 
 def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

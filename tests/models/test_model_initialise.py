@@ -106,5 +106,22 @@ def test_global_seed_has_no_influence():
 
 
 def test_a_layer_without_a_rule_is_refused():
-    with pytest.raises(TypeError, match=r"LayerNorm at '1'"):
-        models.initialise(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), torch.Generator())
+    with pytest.raises(TypeError, match=r"GroupNorm at '1'"):
+        models.initialise(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)), torch.Generator())
+
+
+def test_layer_normalisation_and_modules_with_a_rule_of_their_own():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vector = nn.Parameter(torch.zeros(3))
+
+        def fill(self, generator):
+            self.vector.copy_(torch.rand(3, generator=generator))
+
+    model = nn.Sequential(nn.LayerNorm(2), Own())
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    models.initialise(model, torch.Generator().manual_seed(0))
+    assert model[0].weight.tolist() == [1, 1] and model[0].bias.tolist() == [0, 0]
+    assert torch.equal(model[1].vector, torch.rand(3, generator=torch.Generator().manual_seed(0)))

@@ -6,7 +6,20 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbicross.cli import client, data, demo, federation, flower, listing, report, resume, run, server, validate
+from fedbicross.cli import (
+    audit,
+    client,
+    data,
+    demo,
+    federation,
+    flower,
+    listing,
+    report,
+    resume,
+    run,
+    server,
+    validate,
+)
 
 # Base of every complaint about the words typed. Typer lost its public name for it when it took click in.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -42,6 +55,7 @@ app.command("demo")(demo.demo)
 app.command("run")(run.run)
 app.command("resume")(resume.resume)
 app.command("report")(report.report)
+app.command("audit")(audit.audit)
 app.command("validate")(validate.validate)
 app.command("list")(listing.listing)
 app.add_typer(data.app, name="data")

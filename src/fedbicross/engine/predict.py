@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedbicross import models
 from fedbicross.engine.combine import combine_logits
 from fedbicross.engine.device import autocast, normalise, to_device
+from fedbicross.engine.tokens import token_sequences
+from fedbicross.errors import MethodError
+from fedbicross.models import heads
+from fedbicross.models.encoders import EncoderSpec, load_encoder
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from fedbicross.context import Store
     from fedbicross.federation import Predictor
 
 
@@ -34,13 +39,20 @@ def member_logits(networks: Sequence[nn.Module], images: Tensor, precision: str)
 
 
 def probabilities(
-    predictor: Predictor, images: np.ndarray, device: str = "cpu", precision: str = "fp32", batch: int = 500
+    predictor: Predictor,
+    images: np.ndarray,
+    device: str = "cpu",
+    precision: str = "fp32",
+    batch: int = 500,
+    store: Store | None = None,
 ) -> np.ndarray:
     """Class probabilities [n,C] float32 for uint8 images [n,H,W,C]."""
     task = predictor.task
     if predictor.constant is not None:
         row = predictor.constant.float().cpu().numpy()
         return row[None].repeat(len(images), 0)
+    if predictor.encoder is not None:
+        return _from_features(predictor, images, device, batch, store)
     networks = [
         load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(device)
         for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
@@ -54,3 +66,36 @@ def probabilities(
         parts = [torch.zeros(0, len(task.classes))]
     out: np.ndarray = torch.cat(parts).numpy()
     return out
+
+
+@torch.no_grad()
+def _from_features(
+    predictor: Predictor, images: np.ndarray, device: str, batch: int, store: Store | None
+) -> np.ndarray:
+    """The same for heads on the features of a frozen encoder, which must be the one that they were trained with."""
+    assert predictor.encoder is not None
+    tokens = token_sequences(images, need_encoder(predictor.encoder, device), device, store)
+    classes = len(predictor.task.classes)
+    pairs = zip(predictor.architectures, predictor.states, strict=True)
+    networks = [heads.load(name, state, classes).to(device) for name, state in pairs]
+    weights = None if predictor.class_weights is None else predictor.class_weights.to(device)
+    parts = [torch.zeros(0, classes)]
+    for start in range(0, len(tokens), batch):
+        chunk = tokens[start : start + batch].to(device)
+        logits = torch.stack([network(chunk) for network in networks]).float()
+        parts.append(combine_logits(logits, predictor.combine, 1.0, weights).cpu())
+    out: np.ndarray = torch.cat(parts).numpy()
+    return out
+
+
+def describe_encoder(spec: EncoderSpec, device: str) -> dict[str, Any]:
+    """What goes into manifests, so that nobody mixes the features of two encoders."""
+    return {**spec.as_json(), "digest": load_encoder(spec.name, device, spec.size).digest}
+
+
+def need_encoder(description: Mapping[str, Any], device: str) -> EncoderSpec:
+    """The encoder that a manifest names; another set of weights under the same name is refused."""
+    spec = EncoderSpec.from_json(description)
+    if describe_encoder(spec, device)["digest"] != description["digest"]:
+        raise MethodError("encoder_digest", f"encoder {spec.name!r} here has other weights than the one that was used")
+    return spec

@@ -8,14 +8,20 @@ from typing import Any
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.federation import Method
 from fedbicross.methods.centralised import Centralised
+from fedbicross.methods.centralised_head import CentralisedHead
 from fedbicross.methods.co_boosting import CoBoosting
 from fedbicross.methods.dafl import DAFL
 from fedbicross.methods.dense import DENSE
 from fedbicross.methods.e_fedisca import EFedISCA
 from fedbicross.methods.ensemble import Ensemble
+from fedbicross.methods.falcon import Falcon
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.methods.fedbicross import FedBiCross
+from fedbicross.methods.fedcgs import FedCGS
 from fedbicross.methods.fedisca import FedISCA
+from fedbicross.methods.fedlmg import FedLMG
+from fedbicross.methods.fedpft import FedPFT
+from fedbicross.methods.local_head import LocalHead
 from fedbicross.methods.local_only import LocalOnly
 from fedbicross.methods.majority import Majority
 from fedbicross.settings import parse
@@ -32,6 +38,12 @@ METHODS: dict[str, type[Method[Any]]] = {
     "fedisca": FedISCA,
     "e_fedisca": EFedISCA,
     "fedbicross": FedBiCross,
+    "local_head": LocalHead,
+    "centralised_head": CentralisedHead,
+    "falcon": Falcon,
+    "fedpft": FedPFT,
+    "fedcgs": FedCGS,
+    "fedlmg": FedLMG,
 }
 
 

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from fedbicross._lazy import lazy_submodules
 from fedbicross.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fedbicross.models import heads as heads
     from fedbicross.models.base import Classifier
+
+__getattr__ = lazy_submodules(__name__, ["heads"])
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def initialise(model: nn.Module, generator: torch.Generator) -> None:
 
     Convolution: normal, variance 2 / fan_out (He et al. 2015, as in ResNet), bias zero. Linear: weight and bias
     uniform in ±1/√fan_in (PyTorch's default). Batch normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0.
+    Layer normalisation: 1 and 0. A module with a method ``fill(generator)`` fills its own parameters.
     """
     # Drawn in float32 on the CPU and then copied, so that a seed means the same weights on every device.
     for name, module in model.named_modules():
@@ -68,6 +69,11 @@ def initialise(model: nn.Module, generator: torch.Generator) -> None:
                     tensor.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)
         elif isinstance(module, nn.BatchNorm2d):
             _reset_batchnorm(module)
+        elif isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1)
+            module.bias.zero_()
+        elif hasattr(module, "fill"):  # a module with a rule of its own
+            module.fill(generator)
         elif next(module.parameters(recurse=False), None) is not None:
             # Silence here would leave a layer at its placeholder and training would look merely bad.
             raise TypeError(f"no initialisation rule for {type(module).__name__} at {name!r}")

@@ -30,7 +30,7 @@ def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ct
         name = f"predictions/{ctx.scope}/{file_name(client)}.safetensors"
         data = ctx.store.load(name) or done.get(id(predictor))
         if data is None:
-            probabilities = predictor.probabilities(test_images, ctx.device)
+            probabilities = predictor.probabilities(test_images, ctx.device, store=ctx.store)
             data = pack("predictions", {"probabilities": torch.from_numpy(probabilities)}, {})
         done[id(predictor)] = data
         ctx.store.save(name, data)
@@ -157,6 +157,9 @@ def seconds_by_stage(
         (e["event"], e.get("name")): e["seconds"] for e in events if e.get("scope") == ctx.scope and "seconds" in e
     }
     trained = {e["key"]: e["seconds"] for e in events if e.get("event") == "trained"}
+    for e in events:  # features too are computed once and shared; later events only read them
+        if e.get("event") == "encoded":
+            trained[e["key"]] = max(trained.get(e["key"], 0.0), e["seconds"])
     keys = {key for record in row_records for key in record["local_models"]}
     out = {"local_training": sum(trained.get(key, 0.0) for key in sorted(keys))}
     partial = [e for e in events if e.get("event") == "partial" and e["scope"] == ctx.scope]

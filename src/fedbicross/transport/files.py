@@ -173,6 +173,13 @@ def personalize(
 def check_networks(predictor: Predictor) -> None:
     """Every network of a model has the tensors of its architecture, and finite values."""
     task = predictor.task
+    if predictor.encoder is not None:  # heads: their sizes follow from their tensors, so that building one checks them
+        from fedbicross.models import heads
+
+        for architecture, state in zip(predictor.architectures, predictor.states, strict=True):
+            heads.load(architecture, state, len(task.classes))
+            validate.check_finite(state)
+        return
     for architecture, state in zip(predictor.architectures, predictor.states, strict=True):
         expected = validate.model_tensors(architecture, task.channels, len(task.classes), task.image_size)
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}

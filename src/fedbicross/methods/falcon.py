@@ -1,0 +1,414 @@
+"""FALCON (Liu et al., AAAI 2026): synthetic token sequences of a frozen encoder, distilled into one classifier.
+
+At the client: images become token sequences (2.3); a generator learns their distribution (2.4, Eqs. 2-5), a classifier
+their classes (2.5); synthetic sequences and the classifier leave. At the server: one classifier learns from all
+sequences under the guidance of all classifiers (2.6, Eqs. 10-13). Differences to the paper: docs/methods/falcon.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from fedbicross import models, steps
+from fedbicross.bundle import pack, unpack
+from fedbicross.context import Context
+from fedbicross.errors import UploadError
+from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.methods.features import (
+    HeadConfig,
+    check_encoder,
+    check_tensors,
+    epoch_curve,
+    same_encoder,
+    split_rows,
+    take_prefix,
+)
+from fedbicross.methods.sequences import draw_apart, learn_guided, train_generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbicross.steps.autoregression import TokenGenerator
+
+# Settings on which the generator depends: variants that agree in them share it.
+GENERATOR = (
+    *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
+    *("epochs_generator", "lr_generator", "decay_generator", "patience", "clip", "batch"),
+)
+MOST_BYTES = 8 * 2**30  # of sequences that a server makes from one generator
+MOST_FEATURES, MOST_TOKENS = 65_536, 16_384  # of an upload; before anything is built
+
+
+class FalconConfig(HeadConfig):
+    """FALCON's settings; the paper's values are the defaults."""
+
+    scheme: Literal["mar", "ar", "nar"] = Field(
+        "mar", description="what a token depends on: multi-scale (paper), every token before it, or the class alone"
+    )
+    width: int = Field(768, ge=2, le=8192, description="hidden dimension of the generator (paper: 768)")
+    layers: int = Field(4, ge=1, le=64, description="of the generator (paper: 4)")
+    heads: int = Field(16, ge=1, le=64, description="attention heads of the generator (paper: 16)")
+    feedforward: int = Field(
+        768, ge=1, le=65_536, description="hidden width of its blocks (the paper's 144.33 MB: 768)"
+    )
+    components: int = Field(20, ge=1, le=1000, description="K: Gaussians per token (paper: 20)")
+    log_variance_floor: float = Field(
+        -4.0, ge=-20, le=2, description="smallest log-variance, on the scale of the client's tokens (not in the paper)"
+    )
+    standardise: Literal["class", "client", "none"] = Field(
+        "class", description="model tokens on the scale of their class or of all the client's, or as they are (paper)"
+    )
+    epochs_generator: int = Field(400, ge=1, description="of the generator (paper: 400; authors' code: up to 500)")
+    lr_generator: float = Field(1e-4, gt=0, description="AdamW's rate for the generator (paper: 1e-4)")
+    decay_generator: float = Field(1e-4, ge=0, description="AdamW's weight decay for the generator (paper: 1e-4)")
+    patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
+    clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
+    synthetic_ratio: float = Field(1.5, gt=0, description="synthetic sequences per real one (authors' code: 1.5)")
+    send: Literal["smaller", "sequences", "generator"] = Field(
+        "smaller", description="what leaves: synthetic sequences or the generator, whichever is smaller (paper 3.6)"
+    )
+    alpha: float = Field(0.5, ge=0, le=1, description="α: weight of distillation against cross-entropy (paper: 0.5)")
+    temperature: float = Field(4.0, gt=0, description="T of teachers and student, with the factor T² (paper: 4)")
+    epochs_global: int = Field(60, ge=1, description="of the global classifier (paper: 60; authors' code: 50)")
+    lr_global: float = Field(5e-4, gt=0, description="Adam's rate for the global classifier (paper: 5e-4)")
+    batch_global: int = Field(256, ge=1, description="sequences per step at the server (paper: 256; code: 512)")
+    teachers: Literal["uniform", "size", "class"] = Field(
+        "uniform",
+        description="teachers alike (paper), by number of images (authors' code), or per class (ours)",
+    )
+    start: Literal["random", "mean"] = Field(
+        "random", description="global classifier starts at random, or from the mean of the local ones (authors' code)"
+    )
+    token_noise: float = Field(
+        0.0, ge=0, description="spread of noise added to every token read at the server (authors' code: 1)"
+    )
+    personal: bool = Field(False, description="ours: end with a mixture of heads chosen on the client's validation")
+    epochs_personal: int = Field(20, ge=1, description="ours: fine-tuning of the global classifier at the client")
+    lr_personal: float = Field(5e-4, gt=0, description="ours: Adam's rate of that fine-tuning")
+
+    @model_validator(mode="after")
+    def _widths(self) -> FalconConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
+        return self
+
+    def generator(self, dim: int, length: int, classes: int) -> TokenGenerator:
+        """The generator without weights, on no device."""
+        import torch
+
+        with torch.device("meta"):
+            return steps.autoregression.TokenGenerator(
+                dim,
+                length,
+                classes,
+                scheme=self.scheme,
+                width=self.width,
+                layers=self.layers,
+                heads=self.heads,
+                hidden=self.feedforward,
+                components=self.components,
+                log_variance=(self.log_variance_floor, self.log_variance_floor + 10),
+            )
+
+
+class Falcon(Method[FalconConfig]):
+    """One global classifier on frozen features, from synthetic token sequences."""
+
+    name = "falcon"
+    summary = "synthetic token sequences of a frozen encoder, distilled into one classifier (AAAI 2026)"
+    Config = FalconConfig
+    variants = {
+        "no_hse": {"hierarchy": False},
+        "no_kd": {"alpha": 0.0},
+        "ar": {"scheme": "ar"},
+        "nar": {"scheme": "nar"},
+        "released": {
+            "epochs_generator": 500,
+            "patience": 20,
+            "head": "attention_residual",
+            "epochs_global": 50,
+            "batch_global": 512,
+            "teachers": "size",
+            "start": "mean",
+            "token_noise": 1.0,
+        },
+        "class_weighted": {"teachers": "class"},
+        "personal": {"personal": True, "teachers": "class"},
+    }
+    variant_notes = {
+        "no_hse": "ablation w/o HSE: the whole image only",
+        "no_kd": "ablation w/o KD: cross-entropy on the synthetic sequences only",
+        "ar": "ablation AR: every token depends on all before it",
+        "nar": "ablation NAR: tokens depend on the class alone",
+        "released": "the authors' code where it differs: weighted teachers, start from their mean, token noise",
+        "class_weighted": "ours: teachers weighted per class by the synthetic sequences they sent",
+        "personal": "ours: that, and each client mixes local, fine-tuned and global classifier by validation",
+    }
+    quick = {
+        "encoder": "tiny",
+        "width": 128,
+        "layers": 1,
+        "heads": 4,
+        "feedforward": 128,
+        "components": 5,
+        "epochs_generator": 20,
+        "lr_generator": 3e-3,
+        "batch": 64,
+        "epochs_classifier": 30,
+        "lr_classifier": 1e-3,
+        "epochs_global": 8,
+        "lr_global": 1e-3,
+        "batch_global": 64,
+    }
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Classifiers, and sizes where teachers are weighted by them."""
+        return frozenset({"weights", *(["num_samples"] if self.config.teachers == "size" else [])})
+
+    @property
+    def uses_local_models(self) -> bool:
+        """None: it works on features."""
+        return False
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: features of a frozen encoder do not depend on anybody's network."""
+        return ""
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        sent = {
+            "sequences": "Synthetic token sequences with their classes",
+            "generator": "A generator of token sequences with the number wanted per class",
+            "smaller": "Synthetic token sequences with their classes (or their generator, if that is smaller)",
+        }
+        size = ", the number of images" if self.config.teachers == "size" else ""
+        return f"{sent[self.config.send]}{size} and a classifier; their numbers tell how many images each class has."
+
+    # --- at the client -------------------------------------------------------------------------------
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """What leaves the hospital: a classifier, and synthetic sequences or their generator; never a real token."""
+        import torch
+
+        config, classes = self.config, len(ctx.task.classes)
+        tokens, labels = config.tokens(client, ctx), torch.from_numpy(client.labels)
+        rows, _ = split_rows(client, ctx)
+        classifier = config.local_classifier(client, tokens, ctx)
+        generator = self._generator(client, tokens, ctx)
+        counts = torch.bincount(labels[rows], minlength=classes)
+        wanted = torch.where(counts > 0, (config.synthetic_ratio * counts).round().clamp_min(1), 0).long()
+        asked = torch.arange(classes).repeat_interleave(wanted)
+        sequences, made = draw_apart(generator, asked, tokens, ctx, client.name)
+        tensors = {f"classifier.{name}": value for name, value in classifier.items()}
+        weights = {name: value.cpu() for name, value in generator.state_dict().items()}
+        if self._sends_sequences(sequences, weights):
+            form = "sequences"
+            tensors |= {"sequences": sequences, "labels": made}
+        else:
+            form = "generator"
+            tensors |= {f"generator.{name}": value for name, value in weights.items()}
+            tensors["counts"] = wanted
+        ctx.record.add("scalars", f"{client.name}: sent", f"{form}, {len(made)} synthetic sequences")
+        extra = {"encoder": config.description(ctx), "dim": tokens.shape[2], "tokens": tokens.shape[1], "form": form}
+        size = len(client.labels) if "num_samples" in self.needs else None
+        return Upload(client.name, ctx.task_of(client), tensors, num_samples=size, extra=extra)
+
+    def _sends_sequences(self, sequences: Tensor, weights: Mapping[str, Tensor]) -> bool:
+        """Section 3.6: whichever is smaller leaves, unless one was asked for."""
+        smaller = sequences.nbytes <= sum(value.nbytes for value in weights.values())
+        return self.config.send == "sequences" or (self.config.send == "smaller" and smaller)
+
+    def _generator(self, client: Client, tokens: Tensor, ctx: Context) -> TokenGenerator:
+        """Section 2.4: the generator of this client's sequences."""
+        import torch
+
+        config, sizes = self.config, (tokens.shape[2], tokens.shape[1], len(ctx.task.classes))
+
+        def make() -> bytes:
+            rows, _ = split_rows(client, ctx)
+            model = config.generator(*sizes).to_empty(device="cpu")
+            labels = torch.from_numpy(client.labels)[rows]
+            history = train_generator(model, tokens[rows], labels, config, ctx, client.name)
+            return pack("generator", model.state_dict(), {"history": history})
+
+        state, info = unpack(ctx.shared("generator", client, config.parts(GENERATOR, ctx), make), "generator")
+        curve = epoch_curve(info["history"], client.name, "NLL per token")
+        ctx.record.add("curves", f"{client.name}: generator", curve)
+        model = config.generator(*sizes)
+        model.load_state_dict(state, assign=True)
+        model.eval().requires_grad_(False).to(ctx.device)
+        ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"])
+        return model
+
+    # --- at the server -------------------------------------------------------------------------------
+
+    def check_upload(self, upload: Upload) -> None:
+        """Refuse an upload that holds anything but the declared tensors, in their shapes, finite."""
+        extra, classes = upload.extra, len(upload.task.classes)
+        dim, length, form = extra.get("dim"), extra.get("tokens"), extra.get("form")
+        if not (isinstance(dim, int) and isinstance(length, int) and form in ("sequences", "generator")):
+            raise UploadError("falcon_manifest", f"{upload.client!r}: dim, tokens or form is missing")
+        if not (1 <= dim <= MOST_FEATURES and 1 <= length <= MOST_TOKENS):
+            raise UploadError(
+                "falcon_manifest", f"{upload.client!r}: {length} tokens of {dim} features are out of range"
+            )
+        shapes = models.heads.shapes(self.config.head, dim, classes, self.config.hidden_width(dim))
+        expected = {f"classifier.{name}": shape for name, shape in shapes.items()}
+        if form == "sequences":
+            given = upload.tensors.get("labels")
+            count = given.shape[0] if given is not None and given.ndim else 0
+            expected |= {"sequences": (count, length, dim), "labels": (count,)}
+        else:
+            skeleton = self.config.generator(dim, length, classes)
+            expected |= {f"generator.{k}": s for k, s in models.heads.shapes_of(skeleton).items()}
+            expected["counts"] = (classes,)
+        check_tensors(upload, expected, whole=("labels", "counts"))
+        numbers = upload.tensors["labels" if form == "sequences" else "counts"]
+        if form == "sequences":
+            wrong = not len(numbers) or int(numbers.min()) < 0 or int(numbers.max()) >= classes
+        else:  # the server is about to make so many sequences
+            most = MOST_BYTES // (4 * dim * length)
+            wrong = int(numbers.min()) < 0 or int(numbers.max()) > most or not 0 < int(numbers.sum()) <= most
+        if wrong:
+            raise UploadError("falcon_labels", f"{upload.client!r}: classes or their numbers are out of range")
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Section 2.6: all sequences together, all classifiers as teachers, one global classifier."""
+        import torch
+
+        config, classes = self.config, len(ctx.task.classes)
+        encoder = same_encoder(uploads)
+        for upload in uploads:
+            self.check_upload(upload)
+        dim = int(uploads[0].extra["dim"])
+        states = [take_prefix(upload.tensors, "classifier.") for upload in uploads]
+        teachers = [models.heads.load(config.head, state, classes).to(ctx.device) for state in states]
+        parts = [self._received(upload, ctx) for upload in uploads]
+        head = config.classifier(dim, classes)
+        models.initialise(head, ctx.torch_rng("falcon", "global"))
+        if config.start == "mean":
+            head.load_state_dict({key: torch.stack([s[key] for s in states]).mean(0) for key in states[0]})
+        learn_guided(
+            "global",
+            head.to(ctx.device),
+            teachers,
+            torch.cat([part[0] for part in parts]),
+            torch.cat([part[1] for part in parts]),
+            config,
+            ctx,
+            epochs=config.epochs_global,
+            lr=config.lr_global,
+            batch=config.batch_global,
+            weights=self._weights(uploads, [part[1] for part in parts], classes, ctx.device),
+            noise=config.token_noise,
+        )
+        ctx.record.add("scalars", "synthetic sequences at the server", sum(len(part[1]) for part in parts))
+        state = {name: value.cpu() for name, value in head.state_dict().items()}
+        reply = Reply(state, {"head": config.head, "encoder": encoder})
+        return [reply for _ in uploads]
+
+    def _weights(self, uploads: Sequence[Upload], labels: Sequence[Tensor], classes: int, place: str) -> Tensor | None:
+        """w_n of Eq. 10, where teachers are not alike."""
+        import torch
+
+        if self.config.teachers == "uniform":
+            return None
+        if self.config.teachers == "class":
+            counts = torch.stack([torch.bincount(part, minlength=classes) for part in labels])
+            return steps.distill.class_weights(counts.float()).to(place)
+        sizes = torch.tensor([float(upload.num_samples or 0) for upload in uploads], device=place)
+        return sizes / sizes.sum()
+
+    def _received(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
+        """A client's synthetic sequences: as sent, or made here from its generator."""
+        import torch
+
+        if upload.extra["form"] == "sequences":
+            return upload.tensors["sequences"], upload.tensors["labels"]
+        dim, length = int(upload.extra["dim"]), int(upload.extra["tokens"])
+        generator = self.config.generator(dim, length, len(ctx.task.classes))
+        generator.load_state_dict(take_prefix(upload.tensors, "generator."), assign=True)
+        generator.to(ctx.device).eval()
+        counts = upload.tensors["counts"]
+        labels = torch.arange(len(counts)).repeat_interleave(counts)
+        ctx.record.flops += generator.sampling_flops * len(labels)
+        return generator.draw(labels, ctx.torch_rng("falcon", upload.client, "sampling", device=ctx.device)), labels
+
+    # --- at the client again -------------------------------------------------------------------------
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global classifier as it is; with ``personal`` mixed with the client's own and a fine-tuned one."""
+        description = self.config.description(ctx)
+        check_encoder(reply.info["encoder"], description)
+        head = str(reply.info["head"])
+        if not self.config.personal:
+            return Predictor(ctx.task, (head,), (dict(reply.tensors),), encoder=description)
+        import torch
+
+        tokens, labels = self.config.tokens(client, ctx), torch.from_numpy(client.labels)
+        rows, held_out = split_rows(client, ctx)
+        tuned = self._tune(client, reply.tensors, tokens[rows], labels[rows], (tokens[held_out], labels[held_out]), ctx)
+        states = [self.config.local_classifier(client, tokens, ctx), tuned, dict(reply.tensors)]
+        shares = (0.0, 1.0, 0.0)
+        if len(held_out):
+            classifiers = [models.heads.load(head, state, len(ctx.task.classes)) for state in states]
+            with torch.no_grad():
+                answers = torch.stack([classifier(tokens[held_out]).softmax(-1) for classifier in classifiers])
+            shares = steps.guidance.best_mixture(answers, labels[held_out])
+        text = ", ".join(f"{share:.0%} {n}" for share, n in zip(shares, ("local", "tuned", "global"), strict=True))
+        ctx.record.add("scalars", f"{client.name}: mixture", text)
+        used = [i for i, share in enumerate(shares) if share > 0]
+        weights = torch.tensor([[shares[i]] * len(ctx.task.classes) for i in used])
+        return Predictor(
+            ctx.task,
+            (head,) * len(used),
+            tuple(states[i] for i in used),
+            "class_weighted",
+            weights,
+            encoder=description,
+        )
+
+    def _tune(
+        self,
+        client: Client,
+        start: Mapping[str, Tensor],
+        tokens: Tensor,
+        labels: Tensor,
+        validation: tuple[Tensor, Tensor],
+        ctx: Context,
+    ) -> dict[str, Tensor]:
+        """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
+        import torch
+        import torch.nn.functional as F
+
+        config, classes = self.config, len(ctx.task.classes)
+        head = config.classifier(tokens.shape[2], classes)
+        head.load_state_dict(dict(start))
+        head.to(ctx.device)
+        x_val, y_val = validation[0].to(ctx.device), validation[1].to(ctx.device)
+
+        def score() -> float:
+            with torch.no_grad():
+                return float(F.cross_entropy(head(x_val), y_val))
+
+        learn_guided(
+            f"personal {client.name}",
+            head,
+            [models.heads.load(config.head, start, classes).to(ctx.device)],
+            tokens,
+            labels,
+            config,
+            ctx,
+            epochs=config.epochs_personal,
+            lr=config.lr_personal,
+            batch=config.batch,
+            score=score if len(y_val) else None,
+            label=f"falcon: fine-tuning at {client.label}",
+        )
+        return {name: value.cpu() for name, value in head.state_dict().items()}

@@ -1,0 +1,128 @@
+"""FALCON's three pieces of work on token sequences: learn to generate them, draw new ones, learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fedbicross import engine, models, steps
+from fedbicross.context import Context
+from fedbicross.errors import MethodError
+from fedbicross.methods.features import Fit, epoch_curve, forward_flops, seeded
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from fedbicross.methods.falcon import FalconConfig
+    from fedbicross.steps.autoregression import TokenGenerator
+
+TOO_NEAR = 0.999  # cosine with a real token at which a synthetic sequence is drawn again
+ATTEMPTS = 10
+
+
+def train_generator(
+    model: TokenGenerator, tokens: Tensor, labels: Tensor, config: FalconConfig, ctx: Context, client: str
+) -> list[float]:
+    """Section 2.4: maximum likelihood (Eq. 5) on real sequences [n, T, dim]; the mean loss per token of every epoch."""
+    import torch
+
+    models.initialise(model, ctx.torch_rng("falcon", client, "generator"))
+    if config.standardise != "none":
+        model.scale.measure(tokens, labels, by_class=config.standardise == "class")
+    x, y = tokens.to(ctx.device), labels.to(ctx.device)
+    model.to(ctx.device)
+
+    def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
+        with engine.device.autocast(ctx.device, ctx.precision):
+            return model.nll(x[rows], y[rows]).mean() / model.length
+
+    fit = Fit(
+        f"generator-{client}",
+        model,
+        torch.optim.AdamW(model.parameters(), lr=config.lr_generator, weight_decay=config.decay_generator),
+        loss,
+        len(y),
+        batch=config.batch,
+        epochs=config.epochs_generator,
+        ctx=ctx,
+        clip=config.clip,
+        patience=config.patience,
+    )
+    return fit.run(f"falcon: generator of {client[:32]}")
+
+
+def draw_apart(
+    generator: TokenGenerator, labels: Tensor, real: Tensor, ctx: Context, client: str
+) -> tuple[Tensor, Tensor]:
+    """Synthetic sequences and their classes; one that comes too near to a real token is drawn again, then left out."""
+    sequences = generator.draw(labels, ctx.torch_rng("falcon", client, "sampling", device=ctx.device))
+    real_there = real.to(ctx.device)
+    nearest = steps.tokens.nearest_cosine(sequences.to(ctx.device), real_there).cpu()
+    for attempt in range(ATTEMPTS):
+        near = nearest > TOO_NEAR
+        if not bool(near.any()):
+            break
+        again = ctx.torch_rng("falcon", client, f"sampling-again-{attempt}", device=ctx.device)
+        sequences[near] = generator.draw(labels[near], again)
+        nearest[near] = steps.tokens.nearest_cosine(sequences[near].to(ctx.device), real_there).cpu()
+    kept = nearest <= TOO_NEAR
+    if not bool(kept.any()):
+        raise MethodError("too_near", f"{client}: the generator only repeats real tokens; raise log_variance_floor")
+    if not bool(kept.all()):
+        ctx.record.warn(
+            f"{client}: {int((~kept).sum())} of {len(kept)} synthetic sequences stay closer than cosine {TOO_NEAR} "
+            "to a real token and are left out; raise log_variance_floor"
+        )
+    if steps.tokens.exact_copies(sequences[kept], real):
+        raise MethodError("real_token", f"{client}: a synthetic token equals a real one; nothing was sent")
+    title = f"{client}: largest cosine of a synthetic and a real token"
+    ctx.record.add("scalars", title, round(float(nearest[kept].max()), 4))
+    ctx.record.flops += generator.sampling_flops * len(labels)
+    return sequences[kept], labels[kept]
+
+
+def learn_guided(
+    name: str,
+    head: nn.Module,
+    teachers: Sequence[nn.Module],
+    tokens: Tensor,
+    labels: Tensor,
+    config: FalconConfig,
+    ctx: Context,
+    *,
+    epochs: int,
+    lr: float,
+    batch: int,
+    weights: Tensor | None = None,
+    noise: float = 0.0,
+    score: Callable[[], float] | None = None,
+    label: str = "",
+) -> None:
+    """Train a head by Eq. 13 on sequences under the guidance of frozen teachers, whose answers are computed once.
+
+    With ``noise`` every token read is blurred, and then the teachers answer each time anew.
+    """
+    import torch
+
+    x, y = tokens.to(ctx.device), labels.to(ctx.device)
+    guidance = steps.guidance
+    soft = None if noise else guidance.teach(teachers, x, config.temperature, weights)
+
+    def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
+        seen = x[rows]
+        if soft is None:
+            seen = seen + noise * torch.randn(seen.shape, generator=stream, device=ctx.device)
+            target = guidance.teach(teachers, seen, config.temperature, weights)
+        else:
+            target = soft[rows]
+        with seeded(stream):
+            logits = head(seen)
+        return guidance.guided_loss(logits, y[rows], target, config.alpha, config.temperature)
+
+    optimiser = torch.optim.Adam(head.parameters(), lr=lr)
+    fit = Fit(name, head, optimiser, loss, len(y), batch=batch, epochs=epochs, ctx=ctx, score=score)
+    history = fit.run(label or f"falcon: {name}")
+    ctx.record.add("curves", f"{name} classifier", epoch_curve(history, "Eq. 13", "loss"))
+    answers = epochs if noise else 1
+    ctx.record.flops += forward_flops(head, x[:1]) * len(y) * (3 * epochs + answers * len(teachers))

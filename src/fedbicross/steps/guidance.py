@@ -1,0 +1,53 @@
+"""Learning from synthetic token sequences under the guidance of the clients' classifiers: FALCON Eqs. 10-13.
+
+Also how a client mixes several heads by what they say of its own validation images, which is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbicross.engine.combine import combine_logits, soften
+from fedbicross.steps.distill import soft_kd_loss
+
+
+def ensemble_distribution(logits: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
+    """Eq. 10: p_T = Σ_n w_n softmax(z_n / T) from logits [N, B, C]; w_n = 1/N unless given.
+
+    Weights [N, C], by teacher and class, are ours: Σ_n w_nc softmax(z_n / T)_c, scaled to sum to one.
+    """
+    if weights is not None and weights.ndim == 2:
+        return combine_logits(logits, "class_weighted", temperature, weights)
+    soft = soften(logits, temperature)
+    return soft.mean(0) if weights is None else (weights.view(-1, 1, 1) * soft).sum(0)
+
+
+def guided_loss(logits: Tensor, labels: Tensor, teacher: Tensor, alpha: float, temperature: float) -> Tensor:
+    """Eqs. 11-13: (1 - α) CE + α T² KL(p_T ‖ p_S), mean over the batch."""
+    distillation = soft_kd_loss(logits, teacher, temperature) if alpha > 0 else 0.0
+    return (1 - alpha) * F.cross_entropy(logits, labels) + alpha * distillation
+
+
+@torch.no_grad()
+def teach(teachers: Sequence[nn.Module], tokens: Tensor, temperature: float, weights: Tensor | None) -> Tensor:
+    """The teachers' joint answer [n, C] to token sequences (Eq. 10)."""
+    parts = [torch.stack([t(part) for t in teachers]) for part in torch.split(tokens, 4096)]
+    return torch.cat([ensemble_distribution(part, temperature, weights) for part in parts])
+
+
+def best_mixture(answers: Tensor, labels: Tensor, step: float = 0.25) -> tuple[float, float, float]:
+    """Shares of local, tuned and global head with the lowest loss on probabilities [3, n, C]; of equals, most tuned."""
+    count = round(1 / step)
+    grid = [(a * step, b * step, 1 - (a + b) * step) for a in range(count + 1) for b in range(count + 1 - a)]
+    own = answers[:, range(len(labels)), labels]  # [3, n]: what each head gives to the right class
+
+    def loss(shares: tuple[float, float, float]) -> float:
+        mixed = sum(share * own[i] for i, share in enumerate(shares))
+        assert not isinstance(mixed, (int, float))
+        return float(-mixed.clamp_min(1e-12).log().mean())
+
+    return min(grid, key=lambda shares: (round(loss(shares), 9), -shares[1]))

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+from fedbicross.errors import MethodError
+from fedbicross.steps.sufficient_statistics import (
+    Statistics,
+    add,
+    covariance,
+    gaussian_head,
+    pack_triangle,
+    statistics,
+    unpack_triangle,
+)
+
+
+def data(n: int = 120, width: int = 5, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (n,), generator=rng)
+    centres = 2 * torch.randn(classes, width, generator=rng)
+    mixing = torch.randn(width, width, generator=rng)
+    return (centres[labels] + torch.randn(n, width, generator=rng) @ mixing).float(), labels
+
+
+def head(x: torch.Tensor, y: torch.Tensor, classes: int = 3, kind: str = "total", ridge: float = 0.0, **options: str):
+    return gaussian_head(statistics(x, y, classes), kind=kind, ridge=ridge, prior=options.get("prior", "counts"))
+
+
+def probabilities(found, x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.double() @ found.weight.T + found.bias, 1)
+
+
+def test_sums_against_loops() -> None:
+    x, y = data(20)
+    found = statistics(x, y, 3)
+    for c in range(3):
+        rows = [x[i].double() for i in range(len(x)) if int(y[i]) == c]
+        assert int(found.counts[c]) == len(rows)
+        assert torch.allclose(found.class_sums[c], sum(rows), atol=1e-12)
+    gram = sum(torch.outer(f.double(), f.double()) for f in x)
+    assert torch.allclose(found.gram, gram, atol=1e-10)
+    assert torch.equal(unpack_triangle(pack_triangle(found.gram), 5), found.gram)
+
+
+@settings(max_examples=40, deadline=None)
+@given(owners=st.lists(st.integers(0, 6), min_size=120, max_size=120))
+def test_any_partition_gives_the_centralised_classifier(owners: list[int]) -> None:
+    x, y = data()
+    owner = torch.tensor(owners)
+    parts = [statistics(x[owner == i], y[owner == i], 3) for i in range(7)]  # some hold nothing at all
+    split = gaussian_head(add(parts), kind="total", ridge=1e-4, prior="counts")
+    whole = head(x, y, ridge=1e-4)
+    assert float((split.weight - whole.weight).abs().max()) < 1e-10
+    assert float((split.bias - whole.bias).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["total", "within"])
+def test_covariance_is_numpys(kind: str) -> None:
+    x, y = data()
+    values = x.double().numpy()
+    if kind == "total":
+        expected = np.cov(values.T)
+    else:
+        centred = values - np.stack([values[y == c].mean(0) for c in range(3)])[y]
+        expected = centred.T @ centred / (len(values) - 3)
+    assert np.allclose(covariance(statistics(x, y, 3), kind).numpy(), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["total", "within"])
+@pytest.mark.parametrize("prior", ["counts", "uniform"])
+def test_classifier_is_bayes_rule_on_gaussian_densities(kind: str, prior: str) -> None:
+    x, y = data()
+    found = probabilities(head(x, y, kind=kind, prior=prior), x[:10])
+    sigma = covariance(statistics(x, y, 3), kind)
+    inverse = torch.linalg.inv(sigma)
+    for row, answer in zip(x[:10].double(), found, strict=True):
+        scores = []
+        for c in range(3):
+            gap = row - x[y == c].double().mean(0)
+            share = float((y == c).double().mean()) if prior == "counts" else 1 / 3
+            scores.append(share * float(torch.exp(-0.5 * gap @ inverse @ gap)))
+        assert np.allclose(answer.numpy(), np.array(scores) / sum(scores), atol=1e-9)
+
+
+def test_within_class_covariance_is_linear_discriminant_analysis() -> None:
+    x, y = data(400)
+    reference = LinearDiscriminantAnalysis(solver="lsqr").fit(x.double().numpy(), y.numpy())  # divisor N there
+    found = probabilities(head(x, y, kind="within"), x).numpy()
+    assert np.abs(found - reference.predict_proba(x.double().numpy())).max() < 0.02
+    assert (found.argmax(1) == reference.predict(x.double().numpy())).mean() > 0.99
+
+
+def test_a_class_that_nobody_has_is_never_predicted() -> None:
+    x, y = data(classes=3)
+    answers = probabilities(head(x, y, classes=5, ridge=1e-6), x)
+    assert bool(torch.isfinite(answers).all())
+    assert float(answers[:, 3:].abs().max()) == 0
+    assert torch.allclose(answers[:, :3], probabilities(head(x, y, ridge=1e-6), x), atol=1e-12)
+
+
+def test_fewer_images_than_features_needs_a_ridge() -> None:
+    x, y = data(n=6, width=12)
+    with pytest.raises(MethodError, match="larger ridge") as error:
+        head(x, y)
+    assert error.value.code == "singular"
+    assert bool(torch.isfinite(head(x, y, ridge=1e-3).weight).all())
+
+
+def test_sums_beyond_what_a_number_can_hold_are_named() -> None:
+    x, y = data()
+    found = statistics(x, y, 3)
+    huge = Statistics(found.counts, found.class_sums * 1e160, found.gram * 1e307)
+    with pytest.raises(MethodError) as error:
+        gaussian_head(huge, kind="total", ridge=1e-3, prior="counts")
+    assert error.value.code in ("overflow", "singular")
+
+
+def test_identical_features_give_the_prior() -> None:
+    y = torch.tensor([0, 0, 0, 1])
+    answers = probabilities(head(torch.full((4, 3), 0.5), y, classes=2, ridge=1e-3), torch.full((1, 3), 0.5))
+    assert torch.allclose(answers, torch.tensor([[0.75, 0.25]], dtype=torch.float64))
+
+
+def test_one_image_is_enough() -> None:
+    answers = probabilities(head(torch.ones(1, 3), torch.tensor([1]), classes=2, ridge=1e-3), torch.zeros(2, 3))
+    assert torch.equal(answers.argmax(1), torch.tensor([1, 1]))

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedbicross.atomic import write_atomic
 from fedbicross.report.tables import markdown
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml, load_config
 from fedbicross.runs.progress import PlainProgress
-from fedbicross.runs.store import write_atomic
 
 
 def run(name: str, config: RunConfig, models: Path, out: Path) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Every error that a user can cause, with a stable code and an exit status.
 
-A message is one line, names the offending thing, and says what to do. The command line prints
-``error[CODE]: message`` and exits with ``exit_status``; anything else that escapes is a bug.
+A message is one line, names the offending thing, and says what to do. It may quote a stranger's file, so it is made
+printable and bounded here, once. The command line prints ``error[CODE]: message`` and exits with ``exit_status``;
+anything else that escapes is a bug.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+MAX_MESSAGE = 1000  # characters
 
 
 class FedBiCrossError(Exception):
@@ -16,7 +19,10 @@ class FedBiCrossError(Exception):
     exit_status = 1
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        line = printable(" ".join(message.splitlines()))
+        if len(line) > MAX_MESSAGE:  # both ends count: what is wrong, and what to do
+            line = f"{line[: MAX_MESSAGE // 2 - 5]} ... {line[5 - MAX_MESSAGE // 2 :]}"
+        super().__init__(line)
         self.code = code
 
     def __reduce__(self) -> tuple[type[FedBiCrossError], tuple[str, str]]:
@@ -54,6 +60,11 @@ class MethodError(FedBiCrossError):
     """A method cannot work with what it was given."""
 
     exit_status = 6
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: a sign that cannot be printed stands there as its escape."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

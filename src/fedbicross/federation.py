@@ -87,6 +87,9 @@ class _PredictorManifest(Settings):
     encoder: dict[str, Any] | None = None
 
 
+MANIFESTS: dict[str, type[Settings]] = {"upload": _UploadManifest, "reply": _ReplyManifest}  # of what travels
+
+
 @dataclass(frozen=True)
 class Upload:
     """The one file that leaves a hospital."""
@@ -198,15 +201,15 @@ def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def unpack_states(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """The inverse of ``pack_states``."""
-    states: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    states: dict[str, dict[str, Tensor]] = {str(number): {} for number in range(count)}
     for full, value in tensors.items():
         prefix, _, rest = full.partition(".")
         if prefix == "model":
             index, _, name = rest.partition(".")
-            if index not in map(str, range(count)):
+            if index not in states:
                 raise UploadError("tensor_list", f"tensor {full[:64]!r} belongs to none of the {count} networks")
-            states[int(index)][name] = value
-    return states
+            states[index][name] = value
+    return list(states.values())
 
 
 class MethodConfig(Settings):
@@ -276,6 +279,8 @@ class Method(ABC, Generic[ConfigT]):
         Override it where an upload holds anything but one network of the task's architecture.
         """
         task = upload.task
+        if upload.extra and self.rounds == 1:
+            raise UploadError("manifest", f"{self.name} takes no 'extra', but the upload says {list(upload.extra)[:3]}")
         validate.check_class_counts(upload.class_counts, len(task.classes), upload.num_samples)
         if "weights" in self.needs:
             validate.check_model_state(upload.tensors, task.model, task.channels, len(task.classes), task.image_size)

@@ -58,6 +58,13 @@ def test_it_is_private_before_a_byte_is_written(tmp_path: Path, monkeypatch: pyt
     assert modes == [(True, 0o600)]
 
 
+def test_a_public_key_in_the_private_ones_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "site.pub").write_text(keys.public_text(keys.generate_key()) + "\n")
+    with pytest.raises(ConfigError, match="is a public key") as caught:
+        keys.load_private_key(tmp_path / "site.pub")
+    assert caught.value.code == "key_file"
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "site.key"
     keys.save_private_key(path, keys.generate_key())

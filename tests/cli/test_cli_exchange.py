@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from cli.console import Outcome, call, console, snapshot
-from fedbicross.context import Context
+from fedbicross.bundle import audit, pack, unpack
+from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
-from fedbicross.federation import simulate
+from fedbicross.federation import Predictor, file_name, simulate
 from fedbicross.transport.federation_file import FederationFile, load_federation
 from fedbicross.transport.site_data import load_site
 
 SITES = ("north", "south", "east")
 CLASSES = ("lymphocyte", "monocyte", "neutrophil")
+TASK = Task(CLASSES, 8, 3, "resnet8")
 TINY = ("training.epochs=1", "training.batch_size=8", "training.recipe='modern'", "class_counts.smallest=0")
 
 
@@ -213,6 +218,8 @@ def test_federation_init_mistakes(hospitals: Path) -> None:
         (("--client", north, "--set", "settings.stepss=1"), "unknown_key"),
         (("--client", north, "--run-id", "a b"), "run_id"),
         (("--client", north, "--client", "NORTH=../post/south.pub"), "client_name"),
+        (("--client", "é=../post/north.pub", "--client", "É=../post/south.pub"), "client_name"),
+        (("--client", "é=../post/north.pub", "--client", f"{file_name('é')}=../post/south.pub"), "client_name"),
         (("--client", north, "--method", "fedavg", "--set", "class_counts.send=false"), "needs_counts"),
     ):
         outcome = call(*base, *words)
@@ -252,6 +259,28 @@ def test_keys_are_never_overwritten(hospitals: Path) -> None:
     assert Path("server.key").read_bytes() == before
 
 
+def test_a_private_key_never_lies_under_a_public_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with chdir(tmp_path):
+        assert "error[key_name]" in call("client", "keygen", "--out", "north.pub").err
+        assert not list(tmp_path.iterdir())
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "fedbicross.atomic._write", lambda path, data: (_ for _ in ()).throw(OSError(28, "disk full"))
+            )
+            assert "error[cannot_write]" in call("client", "keygen", "--out", "north.key").err
+        assert not list(tmp_path.iterdir()), "no half of a pair that stops the next try"
+        ok("client", "keygen", "--out", "north.key")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_on_the_stick_is_not_waited_for(hospitals: Path) -> None:
+    os.mkfifo(hospitals / "post" / "pipe.pub")
+    os.mkfifo(hospitals / "post" / "pipe.toml")
+    base = ("federation", "init", "--classes", "a,b", "--server", "server.pub", "--out", "new.toml")
+    assert "error[no_key]" in call(*base, "--client", f"north={hospitals / 'post' / 'pipe.pub'}").err
+    assert "error[no_federation]" in call("federation", "show", hospitals / "post" / "pipe.toml").err
+
+
 # --- client --------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +310,39 @@ def test_client_show_says_what_leaves(hospitals: Path) -> None:
         assert "not checked" in ok("client", "show", "north/north.safetensors").out
     Path("text.safetensors").write_text("no bundle at all, only text")
     assert call("client", "show", "text.safetensors").code == 5
+
+
+def rewritten(file: Path, **changes: Any) -> Path:
+    """A stranger's version of an upload: other fields, no signature."""
+    tensors, manifest = unpack(file.read_bytes(), "upload")
+    out = file.with_name("strange.safetensors")
+    out.write_bytes(pack("upload", {**tensors, **changes.pop("tensors", {})}, {**manifest, **changes}))
+    return out
+
+
+def test_a_file_cannot_write_to_the_terminal(hospitals: Path) -> None:
+    """A manifest could else move the cursor and put "checked: ok" where it likes."""
+    north = hospitals / "post" / "uploads" / "north.safetensors"
+    evil = "\x1b[2J\x1b[31mfine"
+    strange = rewritten(north, client=evil, run_id=evil, extra={evil: evil})
+    shown = ok("client", "show", strange, "--tensors")
+    assert "\x1b" not in shown.out + shown.err and "\\x1b[2J" in shown.out
+    odd = strange.rename("\x1b[2J.safetensors")  # here, so that its name fits into a table
+    for words in (("server", "verify", odd), ("server", "fuse", odd, "--key", "server.key")):
+        outcome = call(*words)
+        assert outcome.code in (5, 6) and "\x1b" not in outcome.out + outcome.err
+        assert "\\x1b[2J" in outcome.out + outcome.err
+
+
+def test_show_says_no_more_than_it_knows(hospitals: Path, finished: Path) -> None:
+    north = hospitals / "post" / "uploads" / "north.safetensors"
+    with chdir(hospitals):  # no federation file here: nothing but the file speaks
+        hidden = rewritten(north, tensors={"head.bias": torch.zeros(5000)})
+        assert "1 tensor(s), 20,000 bytes: head.bias" in ok("client", "show", hidden).out, "a name proves nothing"
+        for changes in ({"class_counts": 5}, {"task": [1]}, {"client": None}, {"more": 1}):
+            assert "error[manifest]" in call("client", "show", rewritten(north, **changes)).err
+        outcome = call("client", "show", finished / "north" / "model" / "model.safetensors")
+        assert (outcome.code, "error[wrong_kind]" in outcome.err) == (5, True)
 
 
 def test_images_that_do_not_fit_the_agreement(hospitals: Path) -> None:
@@ -362,9 +424,38 @@ def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert "error[digest]" in call("client", "predict", image, "--model", model).err
     (model / "model.safetensors").write_bytes(data)
-    (model / "config.json").write_text("{}")
-    assert "error[no_model]" in call("client", "predict", image, "--model", model).err
+    settings = json.loads((model / "config.json").read_text())
+    for broken in ({}, [], {**settings, "origin": {}}, {**settings, "origin": {"hold_out": "x", "seed": 0}}):
+        (model / "config.json").write_text(json.dumps(broken))
+        assert "error[no_model]" in call("client", "predict", image, "--model", model).err
+        assert "error[no_model]" in call("client", "evaluate", "--data", image.parents[1], "--model", model).err
     assert call("client", "predict", image, "--model", tmp_path / "nowhere").code == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"task": replace(TASK, image_size=10**9)}, "architecture"),
+        ({"constant": torch.tensor([0.5, 0.5])}, "tensor_shape"),
+        ({"constant": torch.tensor([2.0, 0.0, -1.0])}, "magnitude"),
+        ({"constant": torch.tensor([torch.nan, 0.0, 1.0])}, "non_finite"),
+        ({"constant": None}, "missing_tensor"),
+        ({"architectures": ("resnet9000",), "states": ({},)}, "architecture"),
+        ({"combine": "class_weighted"}, "missing_tensor"),
+    ],
+    ids=range(7),
+)
+def test_a_stranger_s_model_is_checked_before_it_answers(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
+    good = Predictor(TASK, constant=torch.tensor([0.2, 0.3, 0.5]))
+    image = tmp_path / "image.png"
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(image)
+    (tmp_path / "model.safetensors").write_bytes(good.pack())
+    assert (
+        ",0.200000,0.300000,0.500000" in ok("client", "predict", image, "--model", tmp_path / "model.safetensors").out
+    )
+    (tmp_path / "model.safetensors").write_bytes(replace(good, **changes).pack())
+    outcome = call("client", "predict", image, "--model", tmp_path / "model.safetensors")
+    assert outcome.code == 5 and f"error[{code}]" in outcome.err
 
 
 # --- server --------------------------------------------------------------------------------------------------
@@ -419,10 +510,12 @@ def test_a_damaged_upload_is_named_and_left_out(hospitals: Path) -> None:
     assert "error[quorum]" in call(*fuse).err
     facts = ok(*fuse, "--quorum", "2", "--json").json()
     assert [(Path(row["file"]).name, row["code"]) for row in facts["refused"]] == [("east.safetensors", "file_size")]
+    assert audit.verify(facts["audit"], facts["audit_last"]).entries
     events = [json.loads(line)["event"] for line in Path(facts["audit"]).read_text().splitlines()]
     assert sum(event["what"] == "refused" for event in events) == 2
     printed = ok(*fuse)
     assert "east.safetensors" in printed.out and "file_size" in printed.out
+    assert audit.verify(facts["audit"]).last in printed.out
 
 
 def test_fuse_overwrites_nothing_and_needs_the_right_key(hospitals: Path) -> None:

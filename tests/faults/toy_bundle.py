@@ -13,14 +13,14 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedbicross import models, seeds
-from fedbicross.bundle import UPLOAD, sign, validate, verify_signature
+from fedbicross.bundle import sign, validate
 from fedbicross.bundle.format import FORMAT, MANIFEST, canonical_json
 from fedbicross.bundle.keys import public_text
 from fedbicross.context import Task
 from fedbicross.errors import FedBiCrossError, UploadError
 from fedbicross.federation import Upload
+from fedbicross.transport import files
 
-RUN = "run-7"
 TASK = Task(("a", "b", "c"), 12, 3, "resnet8")
 
 
@@ -31,6 +31,17 @@ def key(name: str) -> Ed25519PrivateKey:
 
 
 ALLOWED = {name: public_text(key(name)) for name in ("north", "south", "west")}
+FEDERATION = files.new_federation(
+    classes=TASK.classes,
+    image_size=TASK.image_size,
+    model=TASK.model,
+    method="fedavg",
+    run_id="run-7",
+    server=public_text(key("server")),
+    clients=ALLOWED,
+    class_counts={"smallest": 0},
+)
+RUN = FEDERATION.run
 
 
 def toy_tensors() -> dict[str, torch.Tensor]:
@@ -63,11 +74,9 @@ def trained_like(architecture: str, classes: int = 3, channels: int = 3, size: i
     }
 
 
-def receive(data: bytes, client: str = "north", run_id: str = RUN, allowed: Mapping[str, str] = ALLOWED) -> Upload:
-    """What a server does with bytes of a stranger, in the order in which it does it."""
-    assert verify_signature(data, allowed, UPLOAD) in allowed
-    upload = Upload.unpack(data)
-    validate.check_run(upload.run_id, run_id)
+def receive(data: bytes, client: str = "north", allowed: Mapping[str, str] = ALLOWED) -> Upload:
+    """What the server does with a stranger's bytes before it looks at the networks: the very code that runs there."""
+    upload = files.open_upload(FEDERATION.model_copy(update={"clients": allowed}), data)
     validate.check_client(upload.client, client)
     return upload
 

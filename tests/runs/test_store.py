@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedbicross.errors import RunError
-from fedbicross.runs.store import DiskStore, RunFolder, write_atomic
+from fedbicross.runs.store import DiskStore, RunFolder
 
 
 def objects(root: Path) -> int:
@@ -50,20 +50,6 @@ def test_without_hard_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.M
     store = DiskStore(tmp_path)
     store.save("a", b"one")
     assert store.load("a") == b"one"
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x"
-    write_atomic(path, b"old")
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomic(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def _try_lock(path: str, queue: multiprocessing.Queue[str]) -> None:

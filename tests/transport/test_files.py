@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from fedbicross import models
 from fedbicross.bundle import audit, keys, sign
 from fedbicross.context import Silent
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.federation import Client, Reply, Upload, simulate
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.transport import files
+from fedbicross.transport.federation_file import CountPolicy
+from fedbicross.transport.site import apply_counts
+from fedbicross.transport.verify import counts_agree
 from small import TINY_METHODS
 from transport.sites import NAMES, Sites, make_sites
 
@@ -147,13 +152,54 @@ def test_small_counts_stay_at_the_site(tmp_path: Path) -> None:
     assert files.verify_upload(rounding, data).class_counts == [20, 20, 20]
 
 
+def test_the_rule_on_counts_holds_for_what_was_made_before_it(tmp_path: Path) -> None:
+    """A stricter rule, agreed on after an upload was made, is kept by the site and by the server."""
+    sites = make_sites("ensemble:class_weighted", class_counts={"smallest": 0})
+    client, key = sites.clients[0], sites.client_keys["client-0"]
+    exact = files.make_upload(sites.federation, client, key, tmp_path)
+    policy = sites.federation.class_counts.model_copy(update={"smallest": 20, "below": "round_up"})
+    stricter = sites.federation.model_copy(update={"class_counts": policy})
+    assert stricter.run == sites.federation.run
+    assert code(UploadError, files.verify_upload, stricter, exact) == "small_count"
+    said = Said()
+    again = files.make_upload(stricter, client, key, tmp_path, said)
+    assert files.verify_upload(stricter, again).class_counts == [20, 20, 20] and not said.begun
+
+
+def test_nothing_that_counts_leaves_where_none_may() -> None:
+    task = make_sites().federation.task
+    silent = CountPolicy(send=False)
+    counted = Upload("x", task, class_counts=[7, 8, 9], num_samples=24)
+    assert not counts_agree(silent, counted)
+    kept = apply_counts(silent, counted)
+    assert (kept.class_counts, kept.num_samples) == (None, None) and counts_agree(silent, kept)
+
+
+def test_what_a_method_warns_of_is_said_before_the_file_leaves(tmp_path: Path) -> None:
+    sites = make_sites("fedbicross:k2", settings={"clustering": "pacfl"})
+    said = Said()
+    files.make_upload(sites.federation, sites.clients[0], sites.client_keys["client-0"], tmp_path, said)
+    assert any(line.startswith("note: clustering=pacfl") and "leak" in line for line in said.lines)
+
+
+def test_the_work_folder_is_for_its_owner_only(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    old = os.umask(0)
+    try:
+        files.fuse_uploads(sites.federation, uploads, tmp_path / "work" / "run" / "server", sites.server_key)
+    finally:
+        os.umask(old)
+    for folder in ("work", "work/run", "work/run/server"):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700, folder
+
+
 def test_counts_and_their_sum_stay_in_agreement() -> None:
     sites = make_sites()
     policy = sites.federation.class_counts.model_copy(update={"smallest": 5, "below": "round_up"})
     upload = Upload("x", sites.federation.task, class_counts=[0, 3, 9], num_samples=12)
-    changed = files._apply_counts(policy, upload)
+    changed = apply_counts(policy, upload)
     assert (changed.class_counts, changed.num_samples) == ([0, 5, 9], 14)
-    alone = files._apply_counts(policy, Upload("x", sites.federation.task, num_samples=2))
+    alone = apply_counts(policy, Upload("x", sites.federation.task, num_samples=2))
     assert alone.num_samples == 5
 
 
@@ -212,6 +258,23 @@ def test_one_bad_file_does_not_spoil_the_rest(trained: tuple[Sites, dict[str, by
         "gone.safetensors": "cannot_read",
     }
     assert received.refused["junk.bin"].sha256 and received.refused["gone.safetensors"].sha256 is None
+
+
+def test_what_one_site_writes_cannot_stop_the_others(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    """Fields that no method asked for, a message longer than a line of the log, a name that no text can hold."""
+    sites, uploads = trained
+    key, task = sites.client_keys["client-0"], sites.federation.task
+    for number, changes in enumerate(
+        ({"extra": {"round": "abc"}}, {"extra": {"x": 1}}, {"task": replace(task, model="\0" * 200_000)})
+    ):
+        bad = resigned(sites, uploads["client-0"], key, **changes)
+        given = {**uploads, "client-0": bad, "\udcff\x1b[2J": b"junk"}
+        said = Said()
+        work = tmp_path / str(number)
+        assert len(files.fuse_uploads(sites.federation, given, work, sites.server_key, said, quorum=2)) == 2
+        assert audit.verify(work / files.AUDIT).entries
+        assert "\x1b" not in (work / files.AUDIT).read_text(encoding="utf-8")
+        assert all(len(line) < 2000 for line in said.lines)
 
 
 def test_two_different_uploads_of_one_site_are_both_refused(trained: tuple[Sites, dict[str, bytes]]) -> None:
@@ -284,7 +347,7 @@ def test_what_happened_is_in_the_audit_log(trained: tuple[Sites, dict[str, bytes
     files.fuse_uploads(sites.federation, {**uploads, "junk": b"junk"}, tmp_path, sites.server_key)
     log = tmp_path / files.AUDIT
     lines = [json.loads(line)["event"] for line in log.read_text().splitlines()]
-    assert audit.verify(log) == len(lines)
+    assert audit.verify(log).entries == len(lines)
     assert [line["what"] for line in lines] == ["refused"] + ["accepted"] * 3 + ["fusion"] + ["reply"] * 3
     assert lines[0]["code"] == "too_short" and len(lines[0]["sha256"]) == 64
 
@@ -315,7 +378,7 @@ def test_replies_that_are_not_for_this_site(trained: tuple[Sites, dict[str, byte
     assert refused(mine, make_other(sites, run_id="next-run")) == "wrong_run"
     assert refused(mine, make_other(sites, seed=6)) == "other_settings"
     assert refused(sign(replace(Reply.unpack(mine), run_id=None).pack(), sites.server_key)) == "wrong_run"
-    assert refused(uploads["client-0"]) == "unknown_key"
+    assert refused(uploads["client-0"]) == "wrong_kind"
     flipped = bytearray(mine)
     flipped[-1] ^= 1
     assert refused(bytes(flipped)) == "digest"
@@ -330,13 +393,61 @@ def test_a_signed_reply_with_nonsense_in_it_is_one_line(
     for tensors in ({}, {"head.weight": torch.zeros(3, 3)}):
         data = sign(Reply(tensors, {"rounds_done": 1}, client.name, run).pack(), sites.server_key)
         found = code(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
-        assert found in ("architecture", "bad_reply")
+        assert found == "missing_tensor"
     infinite = sign(Reply({"x": torch.tensor([torch.inf])}, {}, client.name, run).pack(), sites.server_key)
     assert code(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
     bicross = make_sites("fedbicross:k2")
     nonsense = sign(Reply({}, {}, "client-0", bicross.federation.run).pack(), bicross.server_key)
     work = tmp_path / "bicross"
     assert code(UploadError, files.personalize, bicross.federation, bicross.clients[0], nonsense, work) == "bad_reply"
+
+
+def forged(sites: Sites, method: str, **changes: torch.Tensor) -> bytes:
+    """A reply that the server signed, of the right form, with numbers of its own choice."""
+    state = models.build("resnet8", 3, 3, 12).state_dict()
+    if method == "ensemble":
+        tensors = {**{f"model.0.{name}": value for name, value in state.items()}, **changes}
+        info: dict[str, Any] = {"architectures": ["resnet8"]}
+    else:
+        tensors, info = {**state, **changes}, {"rounds_done": 1}
+    return sign(Reply(tensors, info, "client-0", sites.federation.run).pack(), sites.server_key)
+
+
+def test_replies_with_impossible_numbers_make_no_model(tmp_path: Path) -> None:
+    average = make_sites("fedavg")
+    weighted = make_sites("ensemble:class_weighted", class_counts={"smallest": 0})
+    good = torch.full((1, 3), 1.0)
+    for number, (sites, changes, expected) in enumerate(
+        (
+            (average, {"head.weight": torch.full((3, 64), 1e30)}, "magnitude"),
+            (average, {"trunk.stem.bn.running_var": torch.full((16,), -1.0)}, "variance"),
+            (average, {"head.bias": torch.zeros(3, dtype=torch.float64)}, "tensor_dtype"),
+            (weighted, {}, "missing_tensor"),
+            (weighted, {"class_weights": good[:, :2]}, "tensor_shape"),
+            (weighted, {"class_weights": good.long()}, "tensor_shape"),
+            (weighted, {"class_weights": -good}, "magnitude"),
+        )
+    ):
+        reply = forged(sites, sites.federation.method.partition(":")[0], **changes)
+        make = (files.personalize, sites.federation, sites.clients[0], reply, tmp_path / str(number))
+        assert code(UploadError, *make) == expected
+    fine = forged(weighted, "ensemble", class_weights=good)
+    files.personalize(weighted.federation, weighted.clients[0], fine, tmp_path / "fine")
+    fine = forged(average, "fedavg")
+    files.personalize(average.federation, average.clients[0], fine, tmp_path / "average")
+
+
+def test_a_full_gpu_is_not_blamed_on_the_reply(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, _ = trained
+
+    def full(self: Any, client: Any, reply: Any, ctx: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FedAvg, "personalize", full)
+    make = (files.personalize, sites.federation, sites.clients[0], forged(sites, "fedavg"), tmp_path)
+    assert code(RunError, *make) == "out_of_memory"
 
 
 # --- kills and locks -----------------------------------------------------------------------------------------
@@ -380,6 +491,9 @@ torch.set_num_threads(1)
 from pathlib import Path
 from fedbicross.bundle import keys
 from fedbicross.transport import files
+from fedbicross.transport.federation_file import CountPolicy
+from fedbicross.transport.site import apply_counts
+from fedbicross.transport.verify import counts_agree
 import fedbicross.context as context
 folder = Path(sys.argv[1])
 federation = files.load_federation(folder / "federation.toml")

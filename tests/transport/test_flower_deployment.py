@@ -28,7 +28,7 @@ from fedbicross.bundle import keys
 from fedbicross.context import Silent
 from fedbicross.federation import Reply
 from fedbicross.transport import files, site_data
-from fedbicross.transport.flower import deploy
+from fedbicross.transport.flower import certificates, deploy
 from small import TINY_METHODS
 
 SITES = ("north", "south", "east")
@@ -86,7 +86,7 @@ class Deployment:
             shutil.copytree(homes[0], home)
         self.cli("server", "flower", "certificates", "--host", "localhost")
         for name in SITES:
-            deploy.make_node_key(root / name / "node.key")
+            certificates.make_node_key(root / name / "node.key")
             shutil.copy(root / "server/certificates/ca.crt", root / name / "ca.crt")
 
     @staticmethod

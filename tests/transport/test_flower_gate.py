@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fedbicross.transport.flower import gate
-from fedbicross.transport.flower.deploy import free_port, make_certificates
+from fedbicross.transport.flower.certificates import make_certificates
+from fedbicross.transport.flower.deploy import free_port
 
 
 def through_the_gate(ask: Callable[[httpx.AsyncClient], Awaitable[None]], superlink: Starlette) -> None:

@@ -1,7 +1,7 @@
 """An append-only log in which every line holds the SHA-256 of the line before it.
 
 Editing, removing or reordering lines breaks the chain. What the chain alone cannot show is that lines are missing at
-the end: keep the digest that ``append`` returns (print it, mail it), and give it to ``verify``.
+the end: keep the last digest, which `fedbicross server fuse` prints, somewhere else, and give it to ``verify``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import RunError
@@ -49,8 +49,15 @@ def append(path: str | Path, event: Mapping[str, Any], clock: Callable[[], str] 
         return hashlib.sha256(line).hexdigest()
 
 
-def verify(path: str | Path, last: str | None = None) -> int:
-    """The number of entries of an unbroken log; ``last`` is the digest that its last line must have."""
+class Chain(NamedTuple):
+    """An unbroken log: how many entries, and the digest of the last, which is worth keeping elsewhere."""
+
+    entries: int
+    last: str
+
+
+def verify(path: str | Path, last: str | None = None) -> Chain:
+    """Read a log through and refuse a broken one; ``last`` is the digest that its last line must have."""
     previous, count = START, 0
     with _locked(Path(path), os.O_RDONLY) as handle, os.fdopen(os.dup(handle), "rb") as file:
         for count, line in enumerate(_lines(file, path), start=1):
@@ -60,7 +67,7 @@ def verify(path: str | Path, last: str | None = None) -> int:
             previous = hashlib.sha256(line).hexdigest()
     if last is not None and last != previous:
         raise RunError("audit_broken", f"{path}: line {count} is not the last that was written")
-    return count
+    return Chain(count, previous)
 
 
 def _lines(file: Any, path: str | Path) -> Iterator[bytes]:

@@ -159,10 +159,15 @@ def check_digests(data: bytes, header: Header) -> None:
 def unpack(data: bytes, kind: str, limits: Limits | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Decode and verify what ``pack`` made; anything else is an ``UploadError``."""
     header = inspect(data, limits or for_kind(kind))
-    if header.kind != kind:
-        raise UploadError("wrong_kind", f"this is a {header.kind[:32]!r} bundle where a {kind!r} is expected")
+    check_kind(header, kind)
     check_digests(data, header)
     return build_tensors(data, header), header.manifest
+
+
+def check_kind(header: Header, kind: str) -> None:
+    """An upload is no reply, and neither is a checkpoint."""
+    if header.kind != kind:
+        raise UploadError("wrong_kind", f"this is a bundle of kind {header.kind[:32]!r}; {kind!r} is expected")
 
 
 def build_tensors(data: bytes, header: Header) -> dict[str, Tensor]:

@@ -44,11 +44,14 @@ def generate_key() -> Ed25519PrivateKey:
 
 
 def save_private_key(path: str | Path, key: Ed25519PrivateKey) -> None:
-    """Write a new file that only its owner can read (PEM, PKCS 8); an existing file is never touched."""
+    """Write a new key file (PEM, PKCS 8)."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    path = Path(path)
+    write_private(Path(path), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can read; an existing file is never touched."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -58,7 +61,7 @@ def save_private_key(path: str | Path, key: Ed25519PrivateKey) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(pem)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -128,8 +131,11 @@ def _read_private(path: Path) -> bytes:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_KEY_FILE:
             raise ConfigError("key_file", f"{path} is not a key file")
+        content = os.read(handle, MAX_KEY_FILE)
+        if content.startswith(PREFIX.encode()):
+            raise ConfigError("key_file", f"{path} is a public key; the private one is needed here")
         if found.st_mode & 0o077:
             raise ConfigError("key_permissions", f"{path} can be read by others: chmod 600 it, or make a new key")
-        return os.read(handle, MAX_KEY_FILE)
+        return content
     finally:
         os.close(handle)

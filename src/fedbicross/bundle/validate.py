@@ -62,17 +62,16 @@ def check_client(found: object, expected: str) -> None:
         raise UploadError("wrong_client", f"made for {theirs}, not for {expected!r}")
 
 
-def check_once(accepted: Mapping[str, str], client: str, sha256: str) -> None:
-    """One upload per client and run: ``accepted`` maps a client to the SHA-256 of the file it already sent."""
-    if accepted.get(client, sha256) != sha256:
-        raise UploadError("second_upload", f"{client!r} has already sent another upload for this run")
-
-
 # --- networks -----------------------------------------------------------------------------------------------------
 
 
-def check_model_state(tensors: Tensors, architecture: str, channels: int, classes: int, image_size: int) -> None:
-    """The state of exactly this network, with finite values that training can have left behind."""
+def check_model_state(
+    tensors: Tensors, architecture: str, channels: int, classes: int, image_size: int, trained: bool = True
+) -> None:
+    """The state of exactly this network, with finite values that training can have left behind.
+
+    Not ``trained``: one that was computed from others, whose counters and variances may be zero.
+    """
     expected = model_tensors(architecture, channels, classes, image_size)
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if found.keys() != expected.keys():
@@ -82,20 +81,25 @@ def check_model_state(tensors: Tensors, architecture: str, channels: int, classe
         if found[name][0] != dtype:
             raise UploadError("tensor_dtype", f"tensor {name!r} is {found[name][0]}, expected {dtype}")
     for name, tensor in tensors.items():
-        _check_values(name, tensor)
+        _check_values(name, tensor, trained)
 
 
 def model_tensors(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
     """Name, type and shape of every tensor of a network, without taking memory for one."""
     from fedbicross import models
 
-    if image_size > MAX_IMAGE_SIZE:
-        raise UploadError("architecture", f"images of {image_size} px are over the limit of {MAX_IMAGE_SIZE}")
+    check_image_size(image_size)
     try:
-        models.check(architecture, channels, classes, image_size)
+        models.check(architecture[:64], channels, classes, image_size)
     except ConfigError as error:
         raise UploadError("architecture", str(error.args[0])) from None
     return _skeleton(architecture, channels, classes, image_size)
+
+
+def check_image_size(image_size: int) -> None:
+    """Images of a size that memory can hold."""
+    if not 1 <= image_size <= MAX_IMAGE_SIZE:
+        raise UploadError("architecture", f"images of {_short(image_size)} px: 1 to {MAX_IMAGE_SIZE} are possible")
 
 
 @lru_cache(maxsize=64)
@@ -131,6 +135,16 @@ def check_matrix(tensors: Tensors, name: str, rows: int, max_columns: int) -> No
     _bounds(name, tensor)
 
 
+def check_shares(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    """Probabilities or weights: finite, none below zero."""
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        raise UploadError(
+            "tensor_shape", f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {shape}"
+        )
+    if _bounds(name, tensor)[0] < 0:
+        raise UploadError("magnitude", f"{name!r} holds a number below zero")
+
+
 def _refuse_names(
     found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str, *shape: int
 ) -> None:
@@ -161,15 +175,15 @@ def _check_shapes(found: Mapping[str, Signature], expected: Mapping[str, Signatu
     raise UploadError("tensor_shape", f"tensor {wrong[0]!r} has shape {theirs}, expected {ours}")
 
 
-def _check_values(name: str, tensor: Tensor) -> None:
+def _check_values(name: str, tensor: Tensor, trained: bool) -> None:
     if name.endswith("num_batches_tracked"):
         count = int(tensor)
-        if not 0 < count <= MAX_BATCHES:
+        if not int(trained) <= count <= MAX_BATCHES:
             raise UploadError("counter", f"{name!r} is {count}: the network was not trained, or not like this")
         return
     low, high = _bounds(name, tensor)
     if name.endswith("running_var"):
-        if low <= 0:
+        if low < 0 or (trained and low == 0):
             raise UploadError("variance", f"{name!r} holds {low:g}: a variance must be positive")
         if high > MAX_VARIANCE:
             raise UploadError("magnitude", f"{name!r} holds {high:g}: over the limit of {MAX_VARIANCE:g}")

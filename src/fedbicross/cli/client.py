@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +51,7 @@ def train(
 ) -> None:
     """Train on the site's own images and write the one file that leaves."""
     from fedbicross.bundle.keys import load_private_key, public_text
-    from fedbicross.cli.exchange import check_new, site_work, write_new
+    from fedbicross.cli.exchange import check_new, set_threads, site_work, write_new
     from fedbicross.cli.show import print_json, progress
     from fedbicross.errors import ConfigError
     from fedbicross.federation import file_name
@@ -63,6 +63,7 @@ def train(
     site = name or owners.get(public_text(private))
     if site is None:
         raise ConfigError("wrong_key", f"the federation file lists no site with the key in {key}")
+    files.check_key(agreed, site, private)
     folder = site_work(work, agreed, site)
     target = out or Path(f"{file_name(site)}.safetensors")
     kept = folder / files.SENT
@@ -70,7 +71,7 @@ def train(
     from fedbicross.transport.site_data import load_site
 
     client, held_out = load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
-    _threads(threads)
+    set_threads(threads)
     with progress() as shown:
         shown.say(f"{site}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
         sent = files.make_upload(agreed, client, private, folder, shown, device=device)
@@ -98,6 +99,7 @@ def show(
 
     data = read_file(file)
     header = inspect(data, REPLY)
+    _check_readable(header)
     agreed = load_federation(federation) if federation.is_file() or federation != FEDERATION else None
     if json:
         print_json({**_facts(data), **_described(header), "checked": _verdict(data, header, agreed)})
@@ -116,16 +118,21 @@ app.command()(client_model.predict)
 app.command()(client_model.evaluate)
 
 
-def _threads(threads: int | None) -> None:
-    from fedbicross.cli.exchange import set_threads
-
-    set_threads(threads)
-
-
 def _facts(data: bytes) -> dict[str, Any]:
     import hashlib
 
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _check_readable(header: Header) -> None:
+    """Only an upload or a reply can be put into words, and only one whose manifest has the fields of its kind."""
+    from fedbicross.bundle import validate
+    from fedbicross.errors import UploadError
+    from fedbicross.federation import MANIFESTS
+
+    if header.kind not in MANIFESTS:
+        raise UploadError("wrong_kind", f"a bundle of kind {header.kind[:32]!r} is neither an upload nor a reply")
+    validate.read_manifest(MANIFESTS[header.kind], header.manifest)
 
 
 def _described(header: Header) -> dict[str, Any]:
@@ -184,15 +191,18 @@ def _networks(header: Header) -> list[tuple[str, str]]:
         count, total = len(names), sum(header.tensors[n].end - header.tensors[n].start for n in names)
         return f"{count} tensor(s), {total:,} bytes"
 
-    task = header.manifest.get("task") or {}
-    known: set[str] = set()
-    with contextlib.suppress(UploadError, KeyError, TypeError):
-        known = set(model_tensors(task["model"], task["channels"], len(task["classes"]), task["image_size"]))
-    rest = [name for name in header.tensors if name not in known]
-    if not known:
-        return [("tensors", weigh(rest))]
-    weights = [name for name in header.tensors if name in known and not _statistic(name)]
-    statistics = [name for name in header.tensors if name in known and _statistic(name)]
+    if header.kind != "upload":
+        return [("tensors", weigh(list(header.tensors)))]
+    task = header.manifest["task"]
+    try:
+        network = model_tensors(task["model"], task["channels"], len(task["classes"]), task["image_size"])
+    except UploadError:
+        network = {}
+    # Not by its name alone: a tensor of another shape could hold anything.
+    part = {name for name, info in header.tensors.items() if network.get(name, (0, 0))[1] == info.shape}
+    rest = [name for name in header.tensors if name not in part]
+    weights = [name for name in header.tensors if name in part and not _statistic(name)]
+    statistics = [name for name in header.tensors if name in part and _statistic(name)]
     return [
         (f"weights of a {task['model']}", weigh(weights)),
         ("means and variances of its features on the site's images", weigh(statistics)),
@@ -205,10 +215,10 @@ def _statistic(name: str) -> bool:
 
 
 def _counts(manifest: dict[str, Any]) -> str:
-    counts, task = manifest.get("class_counts"), manifest.get("task") or {}
+    counts = manifest["class_counts"]
     if counts is None:
         return "not in the file"
-    return ", ".join(f"{name}: {count}" for name, count in zip(task.get("classes", ()), counts, strict=False))
+    return ", ".join(f"{name}: {count}" for name, count in zip_longest(manifest["task"]["classes"], counts))
 
 
 def _plain(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedbicross.errors import ConfigError, FedBiCrossError, RunError
+from fedbicross.errors import ConfigError, FedBiCrossError, RunError, UploadError, printable
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -50,12 +50,18 @@ def keygen(out: Path, as_json: bool) -> None:
     from fedbicross.cli.show import print_json
 
     public = out.with_name(f"{out.stem}.pub")
-    if public.exists():
+    if public == out:  # or the private key would lie where everybody looks for the public one
+        raise ConfigError("key_name", f"{out} is the name of a public key; name the private one, e.g. {out.stem}.key")
+    if public.exists() or public.is_symlink():
         raise ConfigError("key_exists", f"{public} exists; a key is never overwritten: choose another name")
     key = keys.generate_key()
     keys.save_private_key(out, key)
     text = keys.public_text(key)
-    write_new(public, f"{text}\n".encode())
+    try:
+        write_new(public, f"{text}\n".encode())
+    except RunError:
+        out.unlink()  # half a pair is of no use, and would be in the way of the next try
+        raise
     if as_json:
         print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": keys.fingerprint(text)})
         return
@@ -67,14 +73,13 @@ def keygen(out: Path, as_json: bool) -> None:
 
 def read_public(value: str) -> str:
     """A public key given as text, or as the path of a ``.pub`` file."""
-    from fedbicross.bundle import keys
+    from fedbicross.bundle import Limits, keys, read_file
 
     text = value.strip()
     if not text.startswith(keys.PREFIX):
         try:
-            with Path(text).open("rb") as file:
-                text = file.read(4096).decode("ascii", "replace").strip()
-        except (OSError, ValueError):
+            text = read_file(text, Limits(max_bytes=keys.MAX_KEY_FILE)).decode("ascii", "replace").strip()
+        except UploadError:
             raise ConfigError("no_key", f"{value!r} is neither a public key nor the path of a .pub file") from None
     keys.parse_public(text)
     return text
@@ -82,7 +87,7 @@ def read_public(value: str) -> str:
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a file all at once; one with other content is never replaced."""
-    from fedbicross.runs.store import write_atomic
+    from fedbicross.atomic import write_atomic
 
     check_new(path, data)
     try:
@@ -119,15 +124,15 @@ def verdict(error: FedBiCrossError | None) -> str:
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on standard output; names are text, whatever signs they hold."""
+    """A table on standard output. Cells may come from a stranger's file: they are text, whatever signs they hold."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for column in header:
         table.add_column(column)
     for row in rows:
-        table.add_row(*(Text(" ".join(str(cell).split())) for cell in row))
+        table.add_row(*(Text(printable(" ".join(str(cell).split()))) for cell in row))
     console = Console() if sys.stdout.isatty() else Console(width=150)  # a pipe has no width of its own
     console.print(table, markup=False)

@@ -22,7 +22,7 @@ def certificates(
     out: Annotated[Path, typer.Option(help="folder for ca.crt, server.crt and server.key")] = Path("certificates"),
 ) -> None:
     """At the server: make the certificates for TLS. Sites get ca.crt only."""
-    from fedbicross.transport.flower.deploy import CA, make_certificates
+    from fedbicross.transport.flower.certificates import CA, make_certificates
 
     make_certificates(out, host)
     print(f"{out}: give {CA} to every site, keep the rest")
@@ -33,7 +33,7 @@ def node_key(
     out: Annotated[Path, typer.Option(help="the private file; .pub is put beside it")] = Path("node.key"),
 ) -> None:
     """At a site: make the key by which its node is let in."""
-    from fedbicross.transport.flower.deploy import make_node_key
+    from fedbicross.transport.flower.certificates import make_node_key
 
     make_node_key(out)
     print(f"{out}: keep it; send {out}.pub to the server")

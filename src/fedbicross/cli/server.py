@@ -87,6 +87,7 @@ def fuse(
     json: JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
+    from fedbicross.bundle import audit
     from fedbicross.bundle.keys import load_private_key
     from fedbicross.cli.exchange import check_new, server_work, set_threads, write_new
     from fedbicross.cli.show import print_json, progress
@@ -109,17 +110,18 @@ def fuse(
     for name, target in targets.items():
         write_new(target, replies[name])
     rows = _fates(agreed, received, {name: str(target) for name, target in targets.items()})
+    log = folder / files.AUDIT
+    last = audit.verify(log).last
     if json:
-        print_json(
-            {"sites": rows, "refused": _refused(received), "ignored": ignored, "audit": str(folder / files.AUDIT)}
-        )
+        facts = {"sites": rows, "refused": _refused(received), "ignored": ignored}
+        print_json({**facts, "audit": str(log), "audit_last": last})
         return
     from fedbicross.cli.exchange import print_table
 
     print_table(f"run {agreed.run_id}", ("site", "upload", "reply"), [list(row.values()) for row in rows])
     if received.refused:
         print_table("refused", ("file", "why"), [(row["file"], row["why"]) for row in _refused(received)])
-    print(f"audit log: {folder / files.AUDIT}")
+    print(f"audit log: {log}\n  ends with {last} (write it down: it shows later whether lines are missing)")
 
 
 def _uploads(given: list[Path]) -> tuple[list[Path], list[str]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from fedbicross.atomic import write_atomic
 from fedbicross.errors import RunError
 from fedbicross.report.html import render
 from fedbicross.report.tables import client_csv, latex, markdown, result_csv
@@ -47,20 +47,8 @@ def write_report(run_dir: Path) -> list[Path]:
         "tables/clients.csv": client_csv(results),
     }
     for name, content in contents.items():
-        write_atomically(run_dir / name, content)
+        try:
+            write_atomic(run_dir / name, content.encode("utf-8", "replace"))
+        except OSError as error:
+            raise RunError("cannot_write", f"{run_dir / name} cannot be written: {error.strerror}") from None
     return [run_dir / name for name in contents]
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Replace a file so that a crash leaves the old one or the new one, never half of either."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")  # the prefix by which `resume` clears up after a kill
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(content.encode("utf-8", "replace"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError("cannot_write", f"{path} cannot be written: {error.strerror}") from None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress, Silent, Task
 from fedbicross.data import test_images
@@ -19,7 +20,7 @@ from fedbicross.federation import Client, Method, Upload, file_name
 from fedbicross.methods.pooled import PooledConfig
 from fedbicross.runs.config import RunConfig, check, read_toml
 from fedbicross.runs.runner import make_clients, prepare
-from fedbicross.runs.store import RunFolder, write_atomic
+from fedbicross.runs.store import RunFolder
 from fedbicross.settings import parse
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fedbicross.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichBars
@@ -50,7 +52,7 @@ class PlainProgress:
 
     def say(self, message: str) -> None:
         """One line on standard error, so that standard output stays for results."""
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 class RichProgress:
@@ -80,7 +82,7 @@ class RichProgress:
         """Begin a piece of work."""
         from rich.markup import escape
 
-        task = self.bars.add_task(escape(label), total=total, note="")
+        task = self.bars.add_task(escape(printable(label)), total=total, note="")
 
         def update(done: int, note: str) -> None:
             self.bars.update(task, completed=done, note=escape(note))
@@ -92,4 +94,4 @@ class RichProgress:
 
     def say(self, message: str) -> None:
         """One line above the bars."""
-        self.console.print(message, markup=False, highlight=False)
+        self.console.print(printable(message), markup=False, highlight=False)

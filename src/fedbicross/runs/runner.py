@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedbicross import __version__, seeds
+from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
 from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
@@ -26,7 +27,7 @@ from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import Remembering
 from fedbicross.runs.rows import make_row, predict_all, score_round, seconds_by_stage
-from fedbicross.runs.store import RunFolder, write_atomic
+from fedbicross.runs.store import RunFolder
 from fedbicross.settings import parse
 
 SCHEMA = 1
@@ -136,7 +137,7 @@ def _check_place(out: Path, replace: bool) -> None:
         return
     except OSError as error:
         raise RunError("cannot_write", f"cannot write to {out}: {error.strerror}") from None
-    if ".lock" in names and {name for name in names if not name.startswith(".tmp-")} <= BEGINNING:
+    if ".lock" in names and {name for name in names if not name.startswith(TEMPORARY)} <= BEGINNING:
         return
     a_run = {"config.toml", "partition.json"} <= names
     if names and not (a_run and replace):

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml
-from fedbicross.runs.store import DiskStore, write_atomic
+from fedbicross.runs.store import DiskStore
 
 Engine = Literal["local", "ray"]
 SHARED = "local_only"
@@ -102,7 +103,7 @@ def _begin(folder: Path, config: RunConfig, sources: Sequence[Path]) -> None:
         for path in sorted(source.rglob("*")):
             name = path.relative_to(source)
             wanted = path.is_file() and name.parts[0] not in (*_NOT_COPIED, "objects")
-            if wanted and not path.name.startswith(".tmp-"):
+            if wanted and not path.name.startswith(TEMPORARY):
                 store.save(name.as_posix(), path.read_bytes())
         log = source / "events.jsonl"
         events.append(log.read_bytes() if log.is_file() else b"")

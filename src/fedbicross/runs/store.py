@@ -8,37 +8,14 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.errors import RunError
 
 OBJECTS = "objects"
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Temp file, fsync, rename: a reader sees the old bytes or the new ones, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        os.replace(temporary, path)  # noqa: PTH105
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class DiskStore:
@@ -68,7 +45,7 @@ class DiskStore:
         if not content.exists() or content.read_bytes() != data:  # a damaged copy must not come back by its name
             write_atomic(content, data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        link = path.with_name(f".tmp-{os.getpid()}-{path.name[:100]}")
+        link = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name[:100]}")
         try:
             link.unlink(missing_ok=True)
             os.link(content, link)
@@ -149,7 +126,7 @@ class RunFolder:
             if log.exists() and not log.read_bytes().endswith(b"\n"):
                 with log.open("a", encoding="utf-8") as file:
                     file.write("\n")
-            for leftover in self.path.rglob(".tmp-*"):
+            for leftover in self.path.rglob(f"{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
             for content in (self.path / OBJECTS).glob("*"):
                 if content.stat().st_nlink == 1:

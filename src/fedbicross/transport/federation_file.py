@@ -22,7 +22,7 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Task
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
-from fedbicross.federation import Method
+from fedbicross.federation import Method, file_name
 from fedbicross.methods import METHODS, create
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
@@ -98,12 +98,10 @@ class FederationFile(Settings):
 
 def load_federation(path: Path) -> FederationFile:
     """Read and check ``federation.toml``; any mistake is a one-line ``ConfigError``."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        raise ConfigError("no_federation", f"no federation file {str(path)!r}; ask who set up the federation") from None
-    if size > MAX_FILE:
-        raise ConfigError("too_large", f"{path} has {size:,} bytes; a federation file has at most {MAX_FILE:,}")
+    if not path.is_file():  # a pipe would be waited for
+        raise ConfigError("no_federation", f"no federation file {str(path)!r}; ask who set up the federation")
+    if path.stat().st_size > MAX_FILE:
+        raise ConfigError("too_large", f"{path} is too large; a federation file has at most {MAX_FILE:,} bytes")
     federation = parse(FederationFile, read_toml(path))
     check_federation(federation)
     return federation
@@ -198,8 +196,9 @@ def _check_keys(federation: FederationFile) -> None:
     for name in federation.clients:
         if not name or not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
             raise ConfigError("client_name", f"clients: {name!r} is no plain name of at most {MAX_NAME} characters")
-        if folded.setdefault(name.casefold(), name) != name:  # the same file name on some disks
-            raise ConfigError("client_name", f"clients: {name!r} and {folded[name.casefold()]!r} differ only in case")
+        for alike in (name.casefold(), file_name(name).casefold()):  # the same file name, on some disks or on all
+            if folded.setdefault(alike, name) != name:
+                raise ConfigError("client_name", f"clients: {name!r} and {folded[alike]!r} are too much alike")
 
 
 def _check_method(federation: FederationFile) -> None:

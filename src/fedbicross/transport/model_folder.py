@@ -11,12 +11,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -24,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbicross import __version__
-from fedbicross.bundle import read_file
+from fedbicross.atomic import write_folder
+from fedbicross.bundle import Limits, read_file
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.federation import Predictor
 from fedbicross.transport.files import check_networks
@@ -101,20 +98,7 @@ def write_model(
     if onnx:
         files[ONNX] = as_onnx(predictor)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-        try:
-            for name, content in files.items():
-                with (temporary / name).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            temporary.chmod(0o755)
-            temporary.rename(out)  # of a folder: fails if one with files in it came in between
-        except BaseException:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(temporary)
-            raise
+        write_folder(out, files)
     except OSError as error:
         raise RunError("cannot_write", f"cannot write {out}: {error.strerror or error}") from None
 
@@ -143,12 +127,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``."""
     file = folder / SETTINGS
     try:
-        if file.stat().st_size > MAX_SETTINGS:
-            raise UploadError("too_large", f"{file} is no configuration of a model")
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA or not isinstance(found["model_sha256"], str):
+        found = json.loads(read_file(file, Limits(max_bytes=MAX_SETTINGS)))
+        origin = found["origin"]
+        usable = isinstance(found["model_sha256"], str), 0 <= origin["hold_out"] < 1, type(origin["seed"]) is int
+        if found["schema"] != SCHEMA or not all(usable):
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (UploadError, ValueError, KeyError, TypeError, RecursionError):
         raise UploadError("no_model", f"{folder} holds no model of fedbicross (no readable {SETTINGS})") from None
     return dict(found)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedbicross.atomic import write_atomic
 from fedbicross.errors import FedBiCrossError, UploadError
 from fedbicross.federation import Client, file_name
-from fedbicross.runs.store import write_atomic
 from fedbicross.settings import parse
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import carry

@@ -1,12 +1,10 @@
-"""Certificates, node keys and the processes of a deployment, with every switch that keeps Flower offline.
+"""The processes of a deployment, with every switch that keeps Flower offline.
 
 Flower's commands are started as they are; nothing of its inside is touched. Nothing here imports it.
 """
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import json
 import os
 import shutil
@@ -23,150 +21,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedbicross.atomic import write_atomic
 from fedbicross.errors import ConfigError, RunError
-from fedbicross.runs.store import write_atomic
 from fedbicross.settings import as_toml
 from fedbicross.transport.federation_file import load_federation
 from fedbicross.transport.flower import require_flower
+from fedbicross.transport.flower.certificates import CA, CERTIFICATE, SERVER_KEY
 from fedbicross.transport.flower.places import LOG, SERVER_FILE, SUMMARY, ServerPlaces, SitePlaces, Waiting, load_places
+from fedbicross.transport.work import make_private
 
-CA, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
 CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else it would fetch packages at every run
 }
-
-
-# --- certificates and keys -----------------------------------------------------------------------------------
-
-
-def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> None:
-    """A certificate authority of one's own and a server certificate for ``hosts``.
-
-    The authority's private key is used once and forgotten, so that nobody can make a second server certificate.
-    """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ a little
-    authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
-
-    def named(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-    def certificate(subject: str, key: ec.EllipticCurvePrivateKey, *extensions: tuple[Any, bool]) -> x509.Certificate:
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(named(subject))
-            .issuer_name(named("fedbicross federation"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(begin)
-            .not_valid_after(begin + datetime.timedelta(days=days))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
-            )
-        )
-        for extension, critical in extensions:
-            builder = builder.add_extension(extension, critical=critical)
-        return builder.sign(authority_key, hashes.SHA384())
-
-    def usage(signs_certificates: bool) -> x509.KeyUsage:
-        others = dict.fromkeys(
-            (
-                "content_commitment",
-                "key_encipherment",
-                "data_encipherment",
-                "key_agreement",
-                "encipher_only",
-                "decipher_only",
-            ),
-            False,
-        )
-        return x509.KeyUsage(
-            digital_signature=not signs_certificates,
-            key_cert_sign=signs_certificates,
-            crl_sign=signs_certificates,
-            **others,
-        )
-
-    authority = certificate(
-        "fedbicross federation",
-        authority_key,
-        (x509.BasicConstraints(ca=True, path_length=0), True),
-        (usage(True), True),
-    )
-    every_host = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1"]))
-    server = certificate(
-        every_host[0],
-        server_key,
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (usage(False), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (x509.SubjectAlternativeName([_host(name) for name in every_host]), False),
-    )
-    for name in (CA, CERTIFICATE, SERVER_KEY):
-        _check_absent(folder / name)
-    _write_private(folder / SERVER_KEY, server_key, openssh=False)
-    write_atomic(folder / CERTIFICATE, _pem(server))
-    write_atomic(folder / CA, _pem(authority))
-
-
-def make_node_key(file: Path) -> None:
-    """The key by which a SuperNode shows who it is: ``file`` (private) and ``file.pub`` (to hand over)."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
-    public = file.with_name(file.name + ".pub")
-    for path in (file, public):
-        _check_absent(path)
-    key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(file, key, openssh=True)
-    write_atomic(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
-
-
-def _host(name: str) -> Any:
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(name)
-    except ValueError:
-        raise ConfigError("host", f"{name!r} is neither a host name nor an address") from None
-
-
-def _pem(certificate: Any) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return bytes(certificate.public_bytes(Encoding.PEM))
-
-
-def _write_private(file: Path, key: Any, openssh: bool) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    form = PrivateFormat.OpenSSH if openssh else PrivateFormat.PKCS8
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-            out.write(key.private_bytes(Encoding.PEM, form, NoEncryption()))
-    except OSError as error:
-        raise ConfigError("key_write", f"cannot create {file}: {error.strerror}") from None
-
-
-def _check_absent(file: Path) -> None:
-    if file.exists():
-        raise ConfigError("key_exists", f"{file} exists; keys and certificates are never overwritten")
-
-
-# --- processes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -382,7 +251,7 @@ def _home(work: Path) -> Path:
     require_flower()
     home = work.absolute() / "flower-home"
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        make_private(home)
     except OSError as error:
         raise RunError("cannot_write", f"cannot write to {work}: {error.strerror}") from None
     return home

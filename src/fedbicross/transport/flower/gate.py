@@ -37,6 +37,7 @@ CALLS = frozenset(  # registering is not among them: that is the operator's word
     )
 )
 MAX_BODY = 16 << 20  # bytes; Flower cuts what is larger into pieces of 5 MB
+MAX_CALLS = 200  # at once; with MAX_BODY this bounds the memory that strangers can take
 _HOP = frozenset((b"host", b"connection", b"content-length", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"))
 
 
@@ -89,7 +90,7 @@ async def serve(superlink: str, authority: Path, certificate: Path, key: Path, l
             log_level="warning",
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=1000,
+            limit_concurrency=MAX_CALLS,
         )
         server = uvicorn.Server(config)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import Field, field_validator
 
 from fedbicross.bundle import keys
-from fedbicross.errors import ConfigError
+from fedbicross.errors import ConfigError, printable
 from fedbicross.settings import Settings, parse, read_toml
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Diary:
 
     def say(self, message: str) -> None:
         """One line."""
-        line = " ".join(message.split())
+        line = printable(" ".join(message.split()))
         with self.file.open("a", encoding="utf-8") as out:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         if self.also is not None:

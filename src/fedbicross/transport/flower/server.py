@@ -16,10 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.federation import file_name
-from fedbicross.runs.store import write_atomic
 from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
 from fedbicross.transport.flower.carry import bundle_of, content, note_of
 from fedbicross.transport.flower.exchange import Exchange

@@ -1,0 +1,63 @@
+"""Files and folders that are there whole or not at all, even after a power cut. Imports nothing of fedbicross."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+TEMPORARY = ".tmp-"  # how the names of unfinished files begin, so that they can be cleared up after a kill
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Temporary file, fsync, rename: a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        _write(temporary, data)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """A new folder with these files; ``OSError`` if one with files in it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir()
+        for name, data in files.items():
+            _write(temporary / name, data)
+        _sync_folder(temporary)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:  # x: neither an existing file nor a link that somebody put there is written through
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last. Some file systems cannot; the file itself is safe by then."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,229 @@
+"""At the server, which never sees an image: verify what came in, fuse it once, sign a reply to each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbicross import seeds
+from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
+from fedbicross.bundle.format import canonical_json
+from fedbicross.context import Context, Progress
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
+from fedbicross.federation import Reply, Upload, file_name
+from fedbicross.runs.store import RunFolder
+from fedbicross.transport.federation_file import FederationFile
+from fedbicross.transport.verify import verify_upload
+from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from torch import Tensor
+
+AUDIT = "audit.jsonl"  # in the server's work folder
+FUSION = "fusion.json"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a file was not taken, and the digest by which it can be found again (none: it was never read)."""
+
+    error: FedBiCrossError
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came in: what may be used, what was refused and why, and who is missing."""
+
+    files: dict[str, bytes] = field(default_factory=dict)  # the verified bytes by client
+    uploads: dict[str, Upload] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict)  # by source
+    sources: dict[str, str] = field(default_factory=dict)  # source by client
+    missing: tuple[str, ...] = ()
+
+
+def receive(federation: FederationFile, uploads: Mapping[str, bytes | Path]) -> Received:
+    """Verify each upload on its own: bytes, or a file that is read once. Keys say where it came from, for messages.
+
+    A client that sends two different files is refused altogether: the server must not choose for it.
+    """
+    files: dict[str, bytes] = {}
+    sources: dict[str, str] = {}
+    opened: dict[str, Upload] = {}
+    refused: dict[str, Refused] = {}
+    twice: set[str] = set()
+    for source, given in uploads.items():
+        digest = None
+        try:
+            data = given if isinstance(given, bytes) else read_file(given, UPLOAD)
+            digest = _sha256(data)
+            upload = verify_upload(federation, data)
+        except (UploadError, MethodError) as error:
+            refused[source] = Refused(error, digest)
+            continue
+        name = upload.client
+        if name not in files:
+            files[name], opened[name], sources[name] = data, upload, source
+        elif files[name] != data:
+            twice.add(name)
+            refused[source] = Refused(_two(name, sources[name]), digest)
+    for name in sorted(twice):
+        refused[sources[name]] = Refused(_two(name, "another file"), _sha256(files[name]))
+        del files[name], opened[name], sources[name]
+    names = sorted(files)
+    missing = tuple(name for name in sorted(federation.clients) if name not in files)
+    return Received(
+        {name: files[name] for name in names},
+        {name: opened[name] for name in names},
+        refused,
+        {name: sources[name] for name in names},
+        missing,
+    )
+
+
+def _two(name: str, other: str) -> UploadError:
+    return UploadError("two_uploads", f"{name!r} sent two different uploads (the other: {other}); keep the right one")
+
+
+def fuse_uploads(
+    federation: FederationFile,
+    uploads: Mapping[str, bytes | Path],
+    work: Path,
+    server_key: Ed25519PrivateKey,
+    progress: Progress | None = None,
+    *,
+    quorum: int | None = None,
+    device: str = "auto",
+) -> dict[str, bytes]:
+    """The signed reply to each client whose upload takes part.
+
+    Refused and missing uploads are named and left out; fewer than the quorum is an error. The first call fixes who
+    takes part: later calls go on with exactly these bytes, name what came late, and refuse what changed.
+    """
+    received = receive(federation, uploads)
+    return fuse_received(federation, received, work, server_key, progress, quorum=quorum, device=device)
+
+
+def fuse_received(
+    federation: FederationFile,
+    received: Received,
+    work: Path,
+    server_key: Ed25519PrivateKey,
+    progress: Progress | None = None,
+    *,
+    quorum: int | None = None,
+    device: str = "auto",
+) -> dict[str, bytes]:
+    """``fuse_uploads`` after ``receive``."""
+    if keys.public_text(server_key) != federation.server:
+        raise ConfigError("wrong_key", "this key is not the one that the federation file lists for the server")
+    with work_folder(work) as folder:
+        log = folder.path / AUDIT
+        ctx = make_context(federation, folder, progress, device)
+        _tell(received, ctx, log)
+        taking_part = _taking_part(federation, received, folder, quorum, ctx.progress, log)
+        paths = {name: f"replies/{file_name(name)}.safetensors" for name in taking_part}
+        found = {name: folder.store.load(path) for name, path in paths.items()}
+        if any(data is None for data in found.values()):
+            for name, reply in _fuse(federation, list(taking_part.values()), ctx).items():
+                addressed = replace(reply, client=name, run_id=federation.run)
+                found[name] = data = sign(addressed.pack(), server_key)
+                folder.store.save(paths[name], data)
+                audit.append(log, {"what": "reply", "client": name, "sha256": _sha256(data)})
+            ctx.drop_stages()
+        return {name: data for name, data in found.items() if data is not None}
+
+
+def _fuse(federation: FederationFile, uploads: list[Upload], ctx: Context) -> dict[str, Reply]:
+    """The method's own step, on uploads in the order of their names, as ``simulate`` has them."""
+    method = federation.build()
+    with ctx.measured("fuse", f"{SCOPE}/server"):
+        replies = method.fuse(uploads, ctx)
+        say_warnings(ctx)
+    if len(replies) != len(uploads):
+        raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")
+    return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}
+
+
+def _tell(received: Received, ctx: Context, log: Path) -> None:
+    """Say and log what came in, and what a person should look at."""
+    for source, refused in received.refused.items():
+        error = refused.error
+        ctx.progress.say(f"refused {source}: {error}")
+        entry = {"what": "refused", "source": printable(source)[:200], "code": error.code, "reason": error.args[0]}
+        audit.append(log, {**entry, "sha256": refused.sha256})
+    for name, data in received.files.items():
+        audit.append(log, {"what": "accepted", "client": name, "sha256": _sha256(data)})
+    for name in received.missing:
+        ctx.progress.say(f"missing: {name}")
+    for flag in validate.flag_suspicious(list(received.uploads.values()), _initial_network(ctx)):
+        ctx.progress.say(f"note: {flag}")
+        audit.append(log, {"what": "note", "reason": flag})
+
+
+def _initial_network(ctx: Context) -> dict[str, Tensor] | None:
+    """The weights from which every site started, if they started alike: who sends them back trained nothing."""
+    if ctx.training.init != "shared":
+        return None
+    seed = ctx.seed if ctx.training.seed is None else ctx.training.seed
+    return ctx.new_model(seeds.torch_rng(seed, "init")).state_dict()
+
+
+def _taking_part(
+    federation: FederationFile,
+    received: Received,
+    folder: RunFolder,
+    quorum: int | None,
+    progress: Progress,
+    log: Path,
+) -> dict[str, Upload]:
+    """Who takes part: fixed by the first call that reaches the quorum, and kept with the bytes."""
+    kept = folder.store.load(FUSION)
+    if kept is not None:
+        return _as_before(federation, received, folder, json.loads(kept), progress)
+    needed = federation.quorum if quorum is None else quorum
+    if len(received.uploads) < max(needed, 1):
+        raise MethodError(
+            "quorum",
+            f"{len(received.uploads)} of {len(federation.clients)} uploads can be used, {needed} are needed; "
+            f"missing: {', '.join(received.missing) or 'none'}",
+        )
+    validate.check_same_task(list(received.uploads.values()))
+    for name, data in received.files.items():
+        folder.store.save(f"uploads/{file_name(name)}.safetensors", data)
+    digests = {name: _sha256(data) for name, data in received.files.items()}
+    folder.store.save(FUSION, canonical_json({"run": federation.run, "uploads": digests}).encode())
+    audit.append(log, {"what": "fusion", "clients": sorted(digests), "missing": list(received.missing)})
+    return received.uploads
+
+
+def _as_before(
+    federation: FederationFile, received: Received, folder: RunFolder, begun: Mapping[str, Any], progress: Progress
+) -> dict[str, Upload]:
+    """The uploads with which this fusion was begun, from the copies kept then."""
+    if begun["run"] != federation.run:
+        raise RunError("changed", f"{folder.path} was begun for another run; choose another --work")
+    out = {}
+    for name, digest in sorted(begun["uploads"].items()):
+        if name in received.files and _sha256(received.files[name]) != digest:
+            raise RunError(
+                "uploads_changed",
+                f"{name!r} sent another upload after the fusion in {folder.path} had begun; "
+                "put the first one back, or fuse again from the start in another --work",
+            )
+        data = folder.store.load(f"uploads/{file_name(name)}.safetensors") or b""
+        if _sha256(data) != digest:
+            raise RunError("damaged", f"the copy of {name!r}'s upload in {folder.path} is damaged; use another --work")
+        out[name] = received.uploads.get(name) or verify_upload(federation, data)
+    for late in sorted(set(received.uploads) - set(out)):
+        progress.say(f"late: {late} came after the fusion had begun and takes no part; another --work fuses anew")
+    return out
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,159 @@
+"""At a site: train once and sign what leaves; turn the server's reply into the site's own model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedbicross.bundle import UPLOAD, inspect, keys, sign
+from fedbicross.bundle.format import canonical_json
+from fedbicross.context import Context, Progress
+from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
+from fedbicross.federation import Client, Predictor, Upload, file_name
+from fedbicross.runs.store import RunFolder
+from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
+from fedbicross.transport.verify import check_networks, counts_agree, open_reply, verify_upload
+from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SENT = "upload.safetensors"
+SITE = "site.json"
+
+
+def make_upload(
+    federation: FederationFile,
+    client: Client,
+    key: Ed25519PrivateKey,
+    work: Path,
+    progress: Progress | None = None,
+    *,
+    device: str = "auto",
+) -> bytes:
+    """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again."""
+    check_key(federation, client.name, key)
+    _check_images(federation, client)
+    with work_folder(work) as folder:
+        ctx = _site_context(federation, client, folder, progress, device)
+        kept = folder.store.load(SENT)
+        if kept is not None and _may_leave(federation, key, kept):
+            verify_upload(federation, kept)
+            return kept
+        method = federation.build()
+        with ctx.measured("upload", f"{SCOPE}/{file_name(client.name)}"):
+            upload = method.upload(client, ctx)
+            say_warnings(ctx)
+        upload = replace(apply_counts(federation.class_counts, upload), run_id=federation.run)
+        data = sign(upload.pack(), key)
+        verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
+        folder.store.save(SENT, data)
+        ctx.drop_stages()
+        return data
+
+
+def check_key(federation: FederationFile, name: str, key: Ed25519PrivateKey) -> None:
+    """The key must be the one that the others expect of this site."""
+    if keys.public_text(key) != find_client(federation, name):
+        raise ConfigError("wrong_key", f"this key is not the one that the federation file lists for {name!r}")
+
+
+def _may_leave(federation: FederationFile, key: Ed25519PrivateKey, data: bytes) -> bool:
+    """Whether an upload that was made before is still right: signed with this key, by today's rule on counts."""
+    signed = inspect(data, UPLOAD).signer == keys.public_text(key)
+    return signed and counts_agree(federation.class_counts, Upload.unpack(data))
+
+
+def _check_images(federation: FederationFile, client: Client) -> None:
+    expected = (federation.image_size, federation.image_size, federation.channels)
+    if client.images.shape[1:] != expected or not len(client.labels):
+        raise ConfigError(
+            "images", f"{client.label}: images [n, H, W, C] must be {expected}, got {client.images.shape}"
+        )
+    if client.labels.min() < 0 or client.labels.max() >= len(federation.classes):
+        raise ConfigError("labels", f"{client.label}: labels must lie in 0..{len(federation.classes) - 1}")
+
+
+def apply_counts(policy: CountPolicy, upload: Upload) -> Upload:
+    """The minimum-count rule: a count that could point at a person stays here."""
+    if not policy.send:
+        return replace(upload, class_counts=None, num_samples=None)
+    if counts_agree(policy, upload):
+        return upload
+    if policy.below == "refuse":
+        raise MethodError(
+            "small_count",
+            f"a count below class_counts.smallest = {policy.smallest} would leave; "
+            "agree on below = 'round_up', or on a method that sends no counts",
+        )
+    counts, total = upload.class_counts, upload.num_samples
+    if counts is not None:
+        counts = [_rounded(number, policy.smallest) for number in counts]
+    if total is not None:
+        total = _rounded(total, policy.smallest) if counts is None else sum(counts)
+    return replace(upload, class_counts=counts, num_samples=total)
+
+
+def _rounded(number: int, smallest: int) -> int:
+    return smallest if 0 < number < smallest else number
+
+
+def personalize(
+    federation: FederationFile,
+    client: Client,
+    reply: bytes,
+    work: Path,
+    progress: Progress | None = None,
+    *,
+    device: str = "auto",
+) -> Predictor:
+    """The model that the site will use; if it lies in ``work`` already, nothing is trained again."""
+    opened = open_reply(federation, reply, client.name)
+    _check_images(federation, client)
+    with work_folder(work) as folder:
+        ctx = _site_context(federation, client, folder, progress, device)
+        name = f"models/{hashlib.sha256(reply).hexdigest()[:32]}.safetensors"
+        data = folder.store.load(name)
+        if data is None:
+            method = federation.build()
+            with ctx.measured("personalize", f"{SCOPE}/{file_name(client.name)}"), _naming_bad_replies():
+                predictor = method.personalize(client, opened, ctx)
+                check_networks(predictor)
+                say_warnings(ctx)
+            data = predictor.pack()
+            folder.store.save(name, data)
+            ctx.drop_stages()
+        return Predictor.unpack(data)
+
+
+@contextmanager
+def _naming_bad_replies() -> Iterator[None]:
+    """A signed reply can still be wrong: what torch or a lookup says of its content becomes one line."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
+        text = " ".join(str(error).split())[:200]
+        raise UploadError("bad_reply", f"the reply does not hold what the method expects ({text})") from error
+
+
+def _site_context(
+    federation: FederationFile, client: Client, folder: RunFolder, progress: Progress | None, device: str
+) -> Context:
+    """The context of a site's work, refusing a folder that was begun with other images or for another run."""
+    kept = folder.store.load(SITE)
+    before = json.loads(kept) if kept else None
+    ctx = make_context(federation, folder, progress, before["device"] if before and device == "auto" else device)
+    now = {"run": federation.run, "client": client.name, "data": client.digest, "device": ctx.device}
+    if before is None:
+        folder.store.save(SITE, canonical_json(now).encode())
+    for key, what in (("run", "for another run"), ("client", "for another client"), ("data", "with other images")):
+        if before is not None and before[key] != now[key]:
+            raise RunError("changed", f"{folder.path} was begun {what}; choose another --work, or empty it")
+    return ctx

@@ -1,0 +1,75 @@
+"""Where a site or the server keeps what it is working on, so that a killed command can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedbicross.context import Context, Progress, Silent
+from fedbicross.errors import RunError
+from fedbicross.runs.store import RunFolder
+from fedbicross.transport.federation_file import FederationFile
+
+SCOPE = "federation"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, for its owner only: it will hold networks."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def work_folder(path: Path) -> Iterator[RunFolder]:
+    """The folder, locked and mended; a full disk or GPU is an error in one line, and the same call again goes on."""
+    try:
+        make_private(path)
+    except OSError as error:
+        raise RunError("cannot_write", f"cannot write to {path}: {error.strerror}") from None
+    with RunFolder(path) as folder:
+        folder.clean()
+        try:
+            yield folder
+        except OSError as error:
+            raise RunError(
+                "cannot_write", f"writing to {path} failed: {error.strerror or error}; the same command goes on later"
+            ) from None
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise RunError("out_of_memory", "out of GPU memory; --device cpu takes longer but needs none") from None
+            raise
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether torch says that the GPU is full."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def make_context(federation: FederationFile, folder: RunFolder, progress: Progress | None, device: str) -> Context:
+    """What surrounds a method's verb here."""
+    from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
+
+    used = resolve_device(device)
+    precision = resolve_precision("auto", used)
+    set_precision(precision)
+    return Context(
+        task=federation.task,
+        training=federation.training,
+        seed=federation.seed,
+        device=used,
+        precision=precision,
+        fast=used == "cuda",
+        scope=SCOPE,
+        store=folder.store,
+        progress=progress or Silent(),
+        event=folder.event,
+    )
+
+
+def say_warnings(ctx: Context) -> None:
+    """What the verb at work wants a person to know."""
+    for warning in ctx.record.warnings:
+        ctx.progress.say(f"note: {warning}")

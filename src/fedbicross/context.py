@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fedbicross.engine.spread import Workers
     from fedbicross.engine.train import Trained
     from fedbicross.federation import Client
     from fedbicross.models.encoders import EncoderSpec
@@ -174,6 +175,7 @@ class Context:
     device: str = "cpu"
     precision: str = "fp32"
     fast: bool = False  # compiled and recorded steps; a GPU only
+    workers: Workers | None = None  # other processes that make trajectories; none: all is done here
     scope: str = "seed-0/method"  # where this method's files live in the store
     store: Store = field(default_factory=MemoryStore)
     progress: Progress = field(default_factory=Silent)

@@ -197,6 +197,23 @@ def test_subset_keeps_order_and_repeats(models, x):
     assert torch.equal(part.logits(x), ensemble.logits(x)[[2, 0]])
 
 
+def test_a_copy_that_travels_says_the_same(models, x):
+    ensemble = Ensemble(models).subset([2, 0])
+    ensemble.at_once, ensemble.captured = 1, {"recorded": object()}
+    leaf = x.clone().requires_grad_(True)
+    expected = [value.detach() for value in ensemble.logits_and_bn_loss(leaf)]  # leaves tensors of the graph behind
+    copied = ensemble.on("cpu")
+    assert (copied.at_once, copied.captured, len(copied)) == (1, {}, 2)
+    for found, known in zip(copied.logits_and_bn_loss(x), expected, strict=True):
+        assert torch.equal(found, known)
+    torch.testing.assert_close(copied.batch_logits(x), ensemble.batch_logits(x), rtol=0, atol=0)
+    for model, _ in copied._clients:
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    assert torch.equal(ensemble.logits(x), expected[0]), "its networks are its own"
+    assert all(tensor.is_meta for model, _ in ensemble.on("meta")._clients for tensor in model.state_dict().values())
+
+
 def test_a_layer_used_twice_stays_one_layer(x):
     shared = nn.BatchNorm2d(2)
     model = randomised(nn.Sequential(shared, nn.Conv2d(2, 2, 1), shared, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 4)

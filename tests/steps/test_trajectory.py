@@ -140,5 +140,29 @@ def test_stopped_after_any_sample_the_rest_is_the_same(adaptation, stop):
         assert sample.lam == expected.lam and torch.equal(sample.loss.total, expected.loss.total)
 
 
+@pytest.mark.parametrize("adaptation", ["batch", "ema", "none"])
+@pytest.mark.parametrize("done", [0, 1, 4, 5])
+def test_the_beginning_is_enough_to_go_on_from(adaptation, done, monkeypatch):
+    """What was handed out already is made again, but no teacher is asked about it."""
+    expected = list(start(teacher(adaptation)))[done:]
+    place = {**start(teacher(adaptation)).tensors(), "done": torch.tensor(done)}
+    resumed = Trajectory.from_tensors(teacher(adaptation).on("cpu"), SETTINGS, place)
+    spoken, speak = [], Teacher.speak
+    monkeypatch.setattr(Teacher, "speak", lambda self, *args: spoken.append(1) or speak(self, *args))
+    found = list(resumed)
+    assert [sample.t for sample in found] == list(range(done + 1, 6)) and len(spoken) == 5 - done
+    for left, right in zip(found, expected, strict=True):
+        assert all(torch.equal(left[k], right[k]) for k in (1, 2, 3)) and left.lam == right.lam
+        assert all(torch.equal(a, b) for a, b in zip(left.loss, right.loss, strict=True))
+
+
+def test_a_copied_teacher_keeps_its_weights_and_words():
+    weights = torch.tensor([[0.2, 0.5, 0.5, 1.0], [0.8, 0.5, 0.5, 0.0]])
+    first = teacher(combine="class_weighted", class_weights=weights)
+    second, x = first.on("cpu"), images()[2]
+    assert second.ensemble is not first.ensemble and second.momentum == first.momentum
+    assert torch.equal(second.original(x), first.original(x)) and torch.equal(second.adapted(x), first.adapted(x))
+
+
 def test_labels_are_those_of_the_synthesis():
     assert start(teacher()).labels.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]

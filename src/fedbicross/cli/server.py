@@ -16,6 +16,7 @@ from fedbicross.cli.exchange import (
     ThreadsOption,
     WorkOption,
 )
+from fedbicross.cli.run import Engine
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -84,6 +85,8 @@ def fuse(
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    engine: Annotated[Engine, typer.Option(help="local, or ray: trajectories made by its workers")] = Engine.local,
+    workers: Annotated[int | None, typer.Option(min=1, help="of --engine ray (default: one a GPU, or as fit)")] = None,
     json: JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
@@ -91,9 +94,12 @@ def fuse(
     from fedbicross.bundle.keys import load_private_key
     from fedbicross.cli.exchange import check_new, server_work, set_threads, write_new
     from fedbicross.cli.show import print_json, progress
+    from fedbicross.errors import ConfigError
     from fedbicross.federation import file_name
     from fedbicross.transport import files
 
+    if workers is not None and engine is Engine.local:
+        raise ConfigError("engine", "--workers is for --engine ray")
     agreed = files.load_federation(federation)
     private = load_private_key(key)
     paths, ignored = _uploads(uploads)
@@ -103,7 +109,8 @@ def fuse(
             shown.say(f"not looked at: {line}")
         received = files.receive(agreed, {str(path): path for path in paths})
         folder = server_work(work, agreed)
-        replies = files.fuse_received(agreed, received, folder, private, shown, quorum=quorum, device=device)
+        options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine.value, "workers": workers}
+        replies = files.fuse_received(agreed, received, folder, private, shown, **options)
     targets = {name: out / f"{file_name(name)}.safetensors" for name in replies}
     for name, target in targets.items():  # all or none
         check_new(target, replies[name])

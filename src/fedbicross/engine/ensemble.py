@@ -142,6 +142,16 @@ class Ensemble:
         chosen.at_once = self.at_once
         return chosen
 
+    def on(self, device: str) -> Ensemble:
+        """A copy on this device with nothing recorded, so that it can travel to another process."""
+        moved = self.subset(range(len(self)))
+        for _, current in moved._clients:
+            current.seen, current.given = [], {}  # left over from the last pass
+        moved._clients = copy.deepcopy(moved._clients)
+        for model, _ in moved._clients:
+            model.to(device)
+        return moved
+
     def groups(self) -> list[Ensemble]:
         """The clients in groups of at most ``at_once``, in order; the ensemble itself where all fit."""
         size, count = self.at_once, len(self)

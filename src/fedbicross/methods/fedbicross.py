@@ -23,6 +23,7 @@ from fedbicross.methods.synthesis import (
     SynthesisMethod,
     Watch,
     image_shape,
+    in_turn,
     new_student,
     on_device,
     rate,
@@ -292,11 +293,14 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
             own_only=config.weights == "intra",
         )
         update = ctx.progress.start(f"{self.name}: cluster models", total)
-        for number in range(begin, config.trajectories):
-            # Images and soft labels do not depend on the students, so the next ones are made while these learn.
-            trajectories = [self._trajectory(k, number, teachers[k], saved, ctx) for k in range(count)]
-            sources = [engine.fast.ahead(trajectory, ctx.fast) for trajectory in trajectories]
-            saved = None
+        numbers = range(begin, config.trajectories)
+
+        def trajectories(number: int) -> list[Trajectory]:
+            past = saved if number == begin else None
+            return [self._trajectory(k, number, teachers[k], past, ctx) for k in range(count)]
+
+        # Images and soft labels do not depend on the students, so the next ones are made while these learn.
+        for number, sources in zip(numbers, in_turn(numbers, trajectories, ctx), strict=True):
             for samples in zip(*sources, strict=True):
                 done = number * config.steps + samples[0].t
                 lr = config.lr * rate(config.schedule, (done - 1) / total)
@@ -324,9 +328,8 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
 
                 if done < total:  # the last step is made again, since its samples are described below
                     ctx.save_stage_when_due("cluster-models", state)
-        agreements = [
-            watches[k].finish(teachers[k], samples[k], trajectories[k].labels, students[k]) for k in range(count)
-        ]
+        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
+        agreements = [watches[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
         steps.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
         if count > 1:
             over_time = [w.tolist() for _, w in history]

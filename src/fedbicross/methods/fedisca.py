@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, steps
+from fedbicross import steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.federation import Reply, Upload
@@ -20,6 +20,7 @@ from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
     Watch,
     image_shape,
+    in_turn,
     on_device,
     rate,
     synthesis_flops,
@@ -87,9 +88,11 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
             watch.load(take_group(checkpoint[0], "watch"))
             pool = steps.sources.FinishedOnly.pool_of(saved)
         update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
-        for epoch in range(begin, config.epochs):
-            source = engine.fast.ahead(self._source(epoch, teacher, pool, saved, ctx), ctx.fast)
-            saved = None
+        epochs = range(begin, config.epochs)
+        sources = in_turn(
+            epochs, lambda epoch: [self._source(epoch, teacher, pool, saved if epoch == begin else None, ctx)], ctx
+        )
+        for epoch, (source,) in zip(epochs, sources, strict=True):
             for sample in source:
                 lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
                 loss = config.learn(student, sample, lr)

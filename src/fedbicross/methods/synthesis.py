@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.engine.fast import Captured
+    from fedbicross.engine.fast import Captured, Source
     from fedbicross.engine.student import Student
     from fedbicross.steps.inversion import InversionSettings
     from fedbicross.steps.trajectory import Sample, Teacher
@@ -191,6 +192,30 @@ def synthesis_flops(
     everyone = sum(models.forward_flops(name, *shape) for name in clients)
     student = models.forward_flops(*ctx.architecture)
     return batch * (2 * everyone * synthesis_steps + (2 * everyone + 3 * student * students) * distil_steps)
+
+
+def in_turn(
+    numbers: range, make: Callable[[int], Sequence[Source[Sample]]], ctx: Context
+) -> Iterator[list[Source[Sample]]]:
+    """The sources of each number, to be read side by side, in turn. Each makes its next batch while one is learnt from.
+
+    Where there are workers they make the trajectories, and begin those of later numbers before their turn comes.
+    """
+    begun: deque[list[Source[Sample]]] = deque()
+    later = 0
+    for number in numbers:
+        sources = list(make(number))
+        for k, source in enumerate(sources):
+            if ctx.workers is not None and isinstance(source, steps.trajectory.Trajectory):
+                room = ctx.workers.begin(most=len(numbers) * len(sources))
+                later = room // len(sources)
+                if k < room:  # a worker each; what is left over is made here
+                    sources[k] = source.elsewhere(ctx.workers)
+        begun.append([engine.fast.ahead(source, ctx.fast) for source in sources])
+        if len(begun) > later:
+            yield begun.popleft()
+    while begun:
+        yield begun.popleft()
 
 
 class Watch:

@@ -10,7 +10,6 @@ as on one machine or a shared disk.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,15 +121,12 @@ def _local(group: Sequence[Cell]) -> Iterator[str]:
 
 def _ray(config: RunConfig) -> Spread:
     """Each cell as a Ray task, on one GPU where the run wants one."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here tells the outside world that it runs
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("no_ray", "--engine ray needs one more package: pip install 'fedbicross[ray]'") from None
     from fedbicross.engine.device import resolve_device
+    from fedbicross.engine.spread import QUIET, import_ray
 
+    ray = import_ray()
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)  # $RAY_ADDRESS: join a cluster
+        ray.init(**QUIET)  # $RAY_ADDRESS: join a cluster
     gpus = 1 if resolve_device(config.device) == "cuda" else 0
     task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_work)
 

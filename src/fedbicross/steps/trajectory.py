@@ -7,7 +7,8 @@ With ``ema`` (Eq. 3 as written) the adapted teacher exists only after the whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedbicross.engine.ensemble import Ensemble, Statistics
 from fedbicross.engine.fast import Captured
+from fedbicross.engine.spread import Elsewhere, Workers
 from fedbicross.steps.adaptation import adapt, window
 from fedbicross.steps.distill import Combination, combine_logits, noise_level
 from fedbicross.steps.inversion import Inversion, InversionLoss, InversionSettings, balanced_labels
@@ -75,6 +77,11 @@ class Teacher:
         (adapted,) = self._ask("adapted", lambda x: [self.adapted(x)], x)
         return adapted, adapted, lam
 
+    def on(self, device: str) -> Teacher:
+        """A copy on this device."""
+        weights = None if self.class_weights is None else self.class_weights.to(device)
+        return replace(self, ensemble=self.ensemble.on(device), class_weights=weights)
+
     def _ask(self, which: str, function: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
         if not self.ensemble.fast:
             return function(x)
@@ -134,15 +141,22 @@ class Trajectory:
         tensors: Mapping[str, Tensor],
         convention: Literal["paper", "released"] = "paper",
     ) -> Trajectory:
-        """Go on from what ``tensors`` gave; with ``ema`` the synthesis is made again, to the same bytes."""
+        """Go on from what ``tensors`` gave; with ``ema``, or from elsewhere, it is made again, to the same bytes."""
         inversion = Inversion.from_tensors(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
+
+    def elsewhere(self, workers: Workers) -> Elsewhere[Sample]:
+        """The same samples, made by another process."""
+        make = partial(Trajectory.from_tensors, settings=self.settings, convention=self.convention)
+        return Elsewhere(workers, self.teacher, make, self.tensors())
 
     def __iter__(self) -> Iterator[Sample]:
         return self._stored() if self.teacher.adaptation == "ema" else self._streamed()
 
     def _streamed(self) -> Iterator[Sample]:
         while self.done < self.settings.steps:
+            while self.inversion.t < self.done:  # of a trajectory made elsewhere only the beginning was kept
+                self.inversion.step()
             loss = self.inversion.step()
             self.done += 1
             yield self._sample(self.done, self.inversion.images, loss, None)

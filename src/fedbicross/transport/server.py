@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedbicross import seeds
 from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
@@ -99,14 +100,18 @@ def fuse_uploads(
     *,
     quorum: int | None = None,
     device: str = "auto",
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
 ) -> dict[str, bytes]:
     """The signed reply to each client whose upload takes part.
 
     Refused and missing uploads are named and left out; fewer than the quorum is an error. The first call fixes who
     takes part: later calls go on with exactly these bytes, name what came late, and refuse what changed.
+    With ``engine="ray"`` trajectories are made by that many ``workers``; the replies are the same.
     """
     received = receive(federation, uploads)
-    return fuse_received(federation, received, work, server_key, progress, quorum=quorum, device=device)
+    options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine, "workers": workers}
+    return fuse_received(federation, received, work, server_key, progress, **options)
 
 
 def fuse_received(
@@ -118,6 +123,8 @@ def fuse_received(
     *,
     quorum: int | None = None,
     device: str = "auto",
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
 ) -> dict[str, bytes]:
     """``fuse_uploads`` after ``receive``."""
     if keys.public_text(server_key) != federation.server:
@@ -125,6 +132,10 @@ def fuse_received(
     with work_folder(work) as folder:
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
+        if engine == "ray":  # before any work: the package may be missing
+            from fedbicross.engine.spread import Workers
+
+            ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)
         taking_part = _taking_part(federation, received, folder, quorum, ctx.progress, log)
         paths = {name: f"replies/{file_name(name)}.safetensors" for name in taking_part}
@@ -142,8 +153,10 @@ def fuse_received(
 def _fuse(federation: FederationFile, uploads: list[Upload], ctx: Context) -> dict[str, Reply]:
     """The method's own step, on uploads in the order of their names, as ``simulate`` has them."""
     method = federation.build()
-    with ctx.measured("fuse", f"{SCOPE}/server"):
+    with ctx.workers or nullcontext(), ctx.measured("fuse", f"{SCOPE}/server"):
         replies = method.fuse(uploads, ctx)
+        if ctx.workers is not None and not ctx.workers.hands:
+            ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
         say_warnings(ctx)
     if len(replies) != len(uploads):
         raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")

@@ -98,7 +98,7 @@ class Workers:
         if not self.hands:
             need = "a free GPU" if gpu else f"{cores} free cores (--threads)"
             raise ConfigError("no_workers", f"no machine of the Ray cluster has {need}; use --engine local")
-        self.say(f"trajectories are made by {len(self.hands)} workers of Ray")
+        self.say(f"trajectories are made by Ray workers: {len(self.hands)}")
         return len(self.hands)
 
     def _connect(self, most: int, threads: int) -> int:

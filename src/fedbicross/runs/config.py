@@ -101,10 +101,14 @@ class RunConfig(Settings):
         """The architecture of each client: ``client_models`` in the order of the names, over and over."""
         if not self.client_models:
             return {}
-        if len(self.client_models) > len(clients):
-            have = f"{len(self.client_models)} architectures for {len(clients)} clients"
-            raise ConfigError("client_models", f"client_models: {have}; name at most one each")
+        self.check_models_for(len(clients))
         return dict(zip(sorted(clients), cycle(self.client_models), strict=False))
+
+    def check_models_for(self, clients: int) -> None:
+        """At most one architecture a client."""
+        if len(self.client_models) > clients:
+            have = f"{len(self.client_models)} architectures for {clients} clients"
+            raise ConfigError("client_models", f"client_models: {have}; name at most one each")
 
     def all_methods(self) -> list[str]:
         """Baselines first, then the methods asked for, each once."""
@@ -149,7 +153,7 @@ def check(config: RunConfig) -> None:
     for name in [config.model, *config.client_models]:
         models.canonical(name)
     if config.partition.kind != "natural" and config.partition.file is None:  # else the data say how many there are
-        config.models_of([str(number) for number in range(config.clients)])
+        config.check_models_for(config.clients)
     name = config.data.name
     if name not in DATASETS and not name.startswith("python:") and not _exists(name):
         raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, DATASETS)}")

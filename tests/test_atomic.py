@@ -43,6 +43,17 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_bytes() == b"precious" and not (tmp_path / "x").is_symlink()
 
 
+def test_a_link_in_the_temporary_file_s_place_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (tmp_path / "elsewhere").write_bytes(b"precious")
+    (tmp_path / ".tmp-guessed").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "x", b"new")
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+
+
 @pytest.mark.parametrize(("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0, 0o666, 0o777)])
 def test_the_umask_is_kept(mask: int, file: int, folder: int, tmp_path: Path) -> None:
     old = os.umask(mask)

@@ -112,6 +112,8 @@ def test_what_cannot_be_spread(
     (tmp_path / "full" / "mine.txt").write_text("mine")
     with pytest.raises(RunError, match="exists already"):
         spread.run(plain[0], tmp_path / "full")
+    with pytest.raises(RunError, match="cannot write"):
+        spread.run(plain[0], tmp_path / "full" / "mine.txt")
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)

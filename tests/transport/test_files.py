@@ -437,6 +437,22 @@ def test_replies_with_impossible_numbers_make_no_model(tmp_path: Path) -> None:
     files.personalize(average.federation, average.clients[0], fine, tmp_path / "average")
 
 
+def test_what_a_method_warns_of_at_the_end_is_said(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, _ = trained
+    plain = FedAvg.personalize
+
+    def warning(self: Any, client: Any, reply: Any, ctx: Any) -> Any:
+        ctx.record.warn("worse than training alone")
+        return plain(self, client, reply, ctx)
+
+    monkeypatch.setattr(FedAvg, "personalize", warning)
+    said = Said()
+    files.personalize(sites.federation, sites.clients[0], forged(sites, "fedavg"), tmp_path, said)
+    assert said.lines == ["note: worse than training alone"]
+
+
 def test_a_full_gpu_is_not_blamed_on_the_reply(
     trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def keygen(out: Path, as_json: bool) -> None:
     from fedbicross.cli.show import print_json
 
     public = out.with_name(f"{out.stem}.pub")
-    if public == out:  # or the private key would lie where everybody looks for the public one
+    if out.suffix.lower() == ".pub":  # or the private key would lie where everybody looks for the public one
         raise ConfigError("key_name", f"{out} is the name of a public key; name the private one, e.g. {out.stem}.key")
     if public.exists() or public.is_symlink():
         raise ConfigError("key_exists", f"{public} exists; a key is never overwritten: choose another name")
@@ -79,8 +79,9 @@ def read_public(value: str) -> str:
     if not text.startswith(keys.PREFIX):
         try:
             text = read_file(text, Limits(max_bytes=keys.MAX_KEY_FILE)).decode("ascii", "replace").strip()
-        except UploadError:
-            raise ConfigError("no_key", f"{value!r} is neither a public key nor the path of a .pub file") from None
+        except UploadError as error:
+            problem = f"{value!r} is neither a public key nor a .pub file that can be read"
+            raise ConfigError("no_key", f"{problem} ({error.args[0]})") from None
     keys.parse_public(text)
     return text
 

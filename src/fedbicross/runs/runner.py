@@ -104,7 +104,7 @@ def run(
     if out is not None:  # before the data are read, which may take minutes
         if RunFolder(out).held():
             raise RunError("locked", f"another process is running in {out}")
-        _check_place(out, replace)
+        check_place(out, replace)
     prepared = prepare(config, dataset)
     if out is None:
         return _loop(prepared, None, progress or Silent())
@@ -129,7 +129,7 @@ def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | No
 BEGINNING = {".lock", "partition.json"}  # what a run killed before its config.toml leaves: nothing worth keeping
 
 
-def _check_place(out: Path, replace: bool) -> None:
+def check_place(out: Path, replace: bool) -> None:
     """Refuse a place that holds anything but, where it may be replaced, an earlier run. Touches nothing."""
     try:
         names = {entry.name for entry in out.iterdir()}
@@ -152,7 +152,7 @@ def _new_folder(out: Path, replace: bool, prepared: Prepared) -> Iterator[RunFol
     begun = False
     try:
         with RunFolder(out) as folder:
-            _check_place(out, replace)  # again, now that nobody else can change it
+            check_place(out, replace)  # again, now that nobody else can change it
             try:
                 _empty(out)
                 write_atomic(out / "partition.json", prepared.partition_text.encode())

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
-from fedbicross.errors import ConfigError, RunError
+from fedbicross.errors import ConfigError
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml
 from fedbicross.runs.store import DiskStore
@@ -49,10 +49,7 @@ def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progre
     progress = progress or Silent()
     if config.data.name.startswith("python:"):
         raise ConfigError("engine", "a run on arrays from Python cannot be spread; save them as an .npz file first")
-    if out.exists() and any(out.iterdir()):
-        raise RunError(
-            "exists", f"{out} exists already; `fedbicross resume {out}` continues it, or choose another --out"
-        )
+    runner.check_place(out, replace=False)
     spread = _local if engine == "local" else _ray(config)
     parts = out.with_name(f"{out.name}.parts")
     first, then = cells(config, parts)

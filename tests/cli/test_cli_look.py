@@ -19,6 +19,7 @@ from cli.console import CONFIG, call, config_file, console, environment, snapsho
 from fedbicross.data import DATASETS, PARTITIONS
 from fedbicross.methods import method_names
 from fedbicross.models import MODELS
+from fedbicross.models.encoders import ENCODERS
 
 VERBS = ("demo", "run", "resume", "report", "validate", "list", "data")
 
@@ -134,6 +135,7 @@ def test_looking_does_not_wait_for_torch(args: list[str], tmp_path: Path) -> Non
         ("datasets", list(DATASETS)),
         ("models", list(MODELS)),
         ("partitions", list(PARTITIONS)),
+        ("encoders", list(ENCODERS)),
     ],
 )
 def test_list(kind: str, names: list[str]) -> None:

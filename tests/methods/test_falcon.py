@@ -185,9 +185,31 @@ def test_bad_generators_are_refused_before_anything_is_made() -> None:
     weight = good.tensors["generator.mixture.weight"]
     with pytest.raises(UploadError, match="expected shape"):
         falcon.check_upload(changed(good, **{"generator.mixture.weight": weight[1:]}))
+    with pytest.raises(UploadError, match="makes values that are not finite"):
+        huge = torch.full_like(good.tensors["generator.scale.scale"], 3e38)
+        falcon.fuse([changed(good, **{"generator.scale.scale": huge})], tiny_context())
+    short = method("falcon:no_hse").upload(tiny_clients(1)[0], tiny_context())
+    with pytest.raises(UploadError, match="another shape than the others"):
+        falcon.fuse([good, changed(short, {"encoder": good.extra["encoder"]})], tiny_context())
     with pytest.raises(UploadError, match="another encoder"):
         other = {"encoder": {**good.extra["encoder"], "window": 3}}
         falcon.fuse([good, changed(good, other)], tiny_context())
+
+
+@pytest.mark.parametrize("size", [0, -3, None])
+def test_sizes_that_weigh_teachers_must_be_sizes(size: int | None) -> None:
+    falcon = method("falcon:released")
+    good = falcon.upload(tiny_clients(1)[0], tiny_context())
+    falcon.check_upload(good)
+    with pytest.raises(UploadError, match="must be 1 or more"):
+        falcon.check_upload(replace(good, num_samples=size))
+
+
+def test_strange_names_of_clients_do_no_harm() -> None:
+    ctx = replace(tiny_context(), seconds_between_stages=0.0)
+    client = replace(tiny_clients(1)[0], name="../../St. Mary's / ward 5")
+    simulate(method("falcon:personal"), [client], ctx)
+    assert all(".." not in name and "Mary" not in name for name in ctx.store._names)  # type: ignore[attr-defined]
 
 
 def test_bad_settings_and_replies() -> None:

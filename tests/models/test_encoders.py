@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fedbicross.errors import ConfigError, DataError, MethodError
+from fedbicross.errors import ConfigError, DataError, MethodError, UploadError
 from fedbicross.models import encoders
 from fedbicross.models.encoders import ENCODERS, EncoderSpec, load_encoder
 from fedbicross.models.encoders.base import BATCH, Encoder
@@ -271,3 +271,9 @@ def test_spec_travels_as_json() -> None:
     spec = EncoderSpec("tiny", 28, 14, 7)
     assert EncoderSpec.from_json({**spec.as_json(), "digest": "x"}) == spec
     assert spec.whole_image == EncoderSpec("tiny", 28)
+    good = spec.as_json()
+    for bad in ({"size": 10**9}, {"size": None}, {"size": "28"}, {"name": 3}, {"window": 0}, {"stride": None}):
+        with pytest.raises(UploadError, match="malformed"):
+            EncoderSpec.from_json({**good, **bad})
+    with pytest.raises(UploadError, match="malformed"):
+        EncoderSpec.from_json({})

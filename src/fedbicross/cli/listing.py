@@ -18,13 +18,14 @@ class Kind(StrEnum):
     datasets = "datasets"
     models = "models"
     partitions = "partitions"
+    encoders = "encoders"
 
 
 def listing(
-    kind: Annotated[Kind, typer.Argument(help="methods, datasets, models or partitions")],
+    kind: Annotated[Kind, typer.Argument(help="methods, datasets, models, partitions or encoders")],
     json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """List methods (with their variants), data sets, models or partitions."""
+    """List methods (with their variants), data sets, models, partitions or frozen encoders."""
     from fedbicross.cli.show import print_json
 
     entries = _entries(kind)
@@ -53,6 +54,10 @@ def _entries(kind: Kind) -> dict[str, str]:
         from fedbicross.models import MODELS
 
         return {name: info.description for name, info in MODELS.items()}
+    if kind is Kind.encoders:
+        from fedbicross.models.encoders import ENCODERS
+
+        return {name: f"{info.description}; {info.dim} features" for name, info in ENCODERS.items()}
     from fedbicross.data import DATASETS, PARTITIONS
 
     if kind is Kind.partitions:

@@ -96,6 +96,6 @@ def describe_encoder(spec: EncoderSpec, device: str) -> dict[str, Any]:
 def need_encoder(description: Mapping[str, Any], device: str) -> EncoderSpec:
     """The encoder that a manifest names; another set of weights under the same name is refused."""
     spec = EncoderSpec.from_json(description)
-    if describe_encoder(spec, device)["digest"] != description["digest"]:
+    if describe_encoder(spec, device)["digest"] != description.get("digest"):
         raise MethodError("encoder_digest", f"encoder {spec.name!r} here has other weights than the one that was used")
     return spec

@@ -136,7 +136,7 @@ class Falcon(Method[FalconConfig]):
             "token_noise": 1.0,
         },
         "class_weighted": {"teachers": "class"},
-        "personal": {"personal": True, "teachers": "class"},
+        "personal": {"personal": True},
     }
     variant_notes = {
         "no_hse": "ablation w/o HSE: the whole image only",
@@ -145,7 +145,7 @@ class Falcon(Method[FalconConfig]):
         "nar": "ablation NAR: tokens depend on the class alone",
         "released": "the authors' code where it differs: weighted teachers, start from their mean, token noise",
         "class_weighted": "ours: teachers weighted per class by the synthetic sequences they sent",
-        "personal": "ours: that, and each client mixes local, fine-tuned and global classifier by validation",
+        "personal": "ours: each client mixes its local, the fine-tuned and the global classifier by its validation",
     }
     quick = {
         "encoder": "tiny",
@@ -277,6 +277,8 @@ class Falcon(Method[FalconConfig]):
             wrong = int(numbers.min()) < 0 or int(numbers.max()) > most or not 0 < int(numbers.sum()) <= most
         if wrong:
             raise UploadError("falcon_labels", f"{upload.client!r}: classes or their numbers are out of range")
+        if "num_samples" in self.needs and not (isinstance(upload.num_samples, int) and upload.num_samples > 0):
+            raise UploadError("falcon_manifest", f"{upload.client!r}: the number of images must be 1 or more")
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Section 2.6: all sequences together, all classifiers as teachers, one global classifier."""
@@ -286,6 +288,8 @@ class Falcon(Method[FalconConfig]):
         encoder = same_encoder(uploads)
         for upload in uploads:
             self.check_upload(upload)
+            if any(upload.extra[key] != uploads[0].extra[key] for key in ("dim", "tokens")):
+                raise UploadError("falcon_manifest", f"{upload.client!r}: sequences of another shape than the others'")
         dim = int(uploads[0].extra["dim"])
         states = [take_prefix(upload.tensors, "classifier.") for upload in uploads]
         teachers = [models.heads.load(config.head, state, classes).to(ctx.device) for state in states]
@@ -338,7 +342,10 @@ class Falcon(Method[FalconConfig]):
         counts = upload.tensors["counts"]
         labels = torch.arange(len(counts)).repeat_interleave(counts)
         ctx.record.flops += generator.sampling_flops * len(labels)
-        return generator.draw(labels, ctx.torch_rng("falcon", upload.client, "sampling", device=ctx.device)), labels
+        made = generator.draw(labels, ctx.torch_rng("falcon", upload.client, "sampling", device=ctx.device))
+        if not bool(torch.isfinite(made).all()):
+            raise UploadError("not_finite", f"{upload.client!r}: its generator makes values that are not finite")
+        return made, labels
 
     # --- at the client again -------------------------------------------------------------------------
 

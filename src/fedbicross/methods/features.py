@@ -11,7 +11,7 @@ from fedbicross import engine, models
 from fedbicross.bundle import join_groups, pack, take_group, unpack
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.federation import Client, MethodConfig, Upload
+from fedbicross.federation import Client, MethodConfig, Upload, file_name
 from fedbicross.models import encoders
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class EncoderConfig(MethodConfig):
     """Which frozen encoder, and how it looks at an image. The paper's values are the defaults."""
 
-    encoder: str = Field("dinov2_base", description="frozen encoder, see `docs/encoders.md` (FALCON: DINOv2-base)")
+    encoder: str = Field(
+        "dinov2_base", description="frozen encoder, see `fedbicross list encoders` (FALCON: DINOv2-base)"
+    )
     encoder_size: int | None = Field(
         None, ge=1, le=2048, description="pixels per side of the encoder's input; none: its own (DINOv2: 224)"
     )
@@ -100,7 +102,7 @@ class HeadConfig(EncoderConfig):
             models.initialise(head, ctx.torch_rng("features", client.name, "classifier"))
             labels, (rows, held_out) = torch.from_numpy(client.labels), split_rows(client, ctx)
             fit_head(
-                f"classifier-{client.name}",
+                f"classifier-{file_name(client.name)}",
                 head,
                 tokens[rows],
                 labels[rows],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fedbicross import engine, models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
+from fedbicross.federation import file_name
 from fedbicross.methods.features import Fit, epoch_curve, forward_flops, seeded
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def train_generator(
             return model.nll(x[rows], y[rows]).mean() / model.length
 
     fit = Fit(
-        f"generator-{client}",
+        f"generator-{file_name(client)}",
         model,
         torch.optim.AdamW(model.parameters(), lr=config.lr_generator, weight_decay=config.decay_generator),
         loss,
@@ -121,7 +122,8 @@ def learn_guided(
         return guidance.guided_loss(logits, y[rows], target, config.alpha, config.temperature)
 
     optimiser = torch.optim.Adam(head.parameters(), lr=lr)
-    fit = Fit(name, head, optimiser, loss, len(y), batch=batch, epochs=epochs, ctx=ctx, score=score)
+    stage = file_name(name)
+    fit = Fit(stage, head, optimiser, loss, len(y), batch=batch, epochs=epochs, ctx=ctx, score=score)
     history = fit.run(label or f"falcon: {name}")
     ctx.record.add("curves", f"{name} classifier", epoch_curve(history, "Eq. 13", "loss"))
     answers = epochs if noise else 1

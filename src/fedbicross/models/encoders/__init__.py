@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbicross.errors import ConfigError, nearest
+from fedbicross.errors import ConfigError, UploadError, nearest
 
 if TYPE_CHECKING:
     from fedbicross.models.encoders.base import Encoder
@@ -46,6 +46,7 @@ ENCODERS: dict[str, EncoderInfo] = {
         "DINOv2 ViT-B/14, class token, from a local folder (FALCON's encoder)", 768, 224, ("transformers",), folder=True
     ),
 }
+MOST_PIXELS = 4096  # per side of an input or a window
 PYTHON = "python:"  # how the name of an encoder begins that a program brought along (see `offer`)
 _OFFERED: dict[str, Encoder] = {}
 
@@ -66,7 +67,12 @@ class EncoderSpec:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EncoderSpec:
         """Read back ``as_json``; other keys, such as the digest of the weights, are left aside."""
-        return cls(value["name"], value["size"], value["window"], value["stride"])
+        name, size, window, stride = (value.get(key) for key in ("name", "size", "window", "stride"))
+        numbers = [number for number in (size, window, stride) if number is not None]
+        right = isinstance(name, str) and size is not None and (window is None) == (stride is None)
+        if not right or not all(isinstance(number, int) and 1 <= number <= MOST_PIXELS for number in numbers):
+            raise UploadError("encoder_manifest", "the description of the encoder is malformed")
+        return cls(str(name), int(size or 0), window, stride)
 
     @property
     def whole_image(self) -> EncoderSpec:
@@ -102,7 +108,7 @@ def check(name: str) -> None:
         raise ConfigError(
             "encoder_folder",
             f"encoder {name!r} needs its config.json and model.safetensors in a folder {name!r} of "
-            "$FEDBICROSS_ENCODERS; or choose another encoder (see `docs/encoders.md`)",
+            "$FEDBICROSS_ENCODERS; or choose another (`fedbicross list encoders`)",
         )
 
 

@@ -22,7 +22,7 @@ from fedbicross.methods import METHODS, create
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 FEDERATED = [name for name in METHODS if not METHODS[name].pools_data]
-NETWORKS = [name for name in FEDERATED if "weights" in create(name).needs]
+NETWORKS = [name for name in FEDERATED if "weights" in create(name).needs and create(name).uses_local_models]
 SHORTEST = {"steps": 1, "batch": 3, "epochs": 1, "trajectories": 1, "memory": 1, "steps_distil": 1, "noise_images": 3}
 SHORT: dict[str, dict[str, Any]] = {
     name: {key: SHORTEST.get(key, value) for key, value in values.items()} for name, values in TINY_METHODS.items()

@@ -31,6 +31,7 @@ from fedbicross.data import Partition, load_dataset
 from fedbicross.engine.recipe import Training
 from fedbicross.federation import Client, Method, Predictor, records, simulate
 from fedbicross.methods import METHODS, create
+from small import TINY_METHODS
 
 SMALL = {  # whatever of these a method has: seconds instead of hours
     "rounds": 2,
@@ -66,7 +67,9 @@ def small_context(store: MemoryStore | None = None) -> Context:
 
 
 def small_settings(name: str) -> dict[str, Any]:
-    return {key: value for key, value in SMALL.items() if key in METHODS[name].Config.model_fields}
+    fields = METHODS[name].Config.model_fields
+    small = {key: value for key, value in SMALL.items() if key in fields}
+    return {**TINY_METHODS.get(name, {}), **small} if "encoder" in fields else small
 
 
 def small_method(name: str) -> Method[Any]:
@@ -227,7 +230,9 @@ def test_one_image_one_class_and_a_site_without_training_images(tmp_path: Path) 
     manifest = hospital_files(tmp_path)
     text = CONFIG.replace("train_size = 60\ntest_size = 30\n", "").replace('["local_only", "fedavg"]', str([*METHODS]))
     for name in METHODS:
-        text += f"[method.{name}]\n" + "".join(f"{key} = {value}\n" for key, value in small_settings(name).items())
+        text += f"[method.{name}]\n" + "".join(
+            f"{key} = {json.dumps(value)}\n" for key, value in small_settings(name).items()
+        )
     config = config_file(tmp_path, text)
     outcome = call("run", config, "--data", manifest, "--partition", "natural", "--out", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.err

@@ -114,7 +114,8 @@ class FedPFT(PooledMethod[FedPFTConfig]):
                 seed=int(ctx.rng("mixture", client.name, str(label)).integers(2**31)),
             )
             owner = torch.full((len(mixture),), label)
-            parts.append({**vars(mixture), "classes": owner})
+            fields = {"weights": mixture.weights, "means": mixture.means, "scales": mixture.scales}
+            parts.append({**fields, "classes": owner})
         left_out = [ctx.task.classes[c] for c, n in enumerate(counts) if 0 < n < config.smallest_group]
         if left_out:
             ctx.record.warn(f"{client.label} has too few images of {', '.join(left_out)} to send a mean of them")

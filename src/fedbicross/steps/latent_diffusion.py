@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -83,8 +82,9 @@ class LatentDiffusion:
 
 
 def _load(folder: Path) -> dict[str, Any]:
-    diffusers: Any = importlib.import_module("diffusers")
-    transformers: Any = importlib.import_module("transformers")
+    import diffusers
+    import transformers
+
     offline = {"local_files_only": True}
     weights = {**offline, "use_safetensors": True}  # a .bin file is a pickle: never
     try:

@@ -37,7 +37,7 @@ def dinov2(name: str, folder: Path, dim: int) -> Encoder:
     from transformers import Dinov2Config, Dinov2Model
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         data = (folder / WEIGHTS).read_bytes()  # once, so that what is hashed is what is used
         state = load(data)

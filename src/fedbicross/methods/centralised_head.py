@@ -19,16 +19,6 @@ class CentralisedHead(LocalHead):
     pools_data = True
 
     @property
-    def uses_local_models(self) -> bool:
-        """None: it works on features."""
-        return False
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: features of a frozen encoder do not depend on anybody's network."""
-        return ""
-
-    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         return "Every image and label: not federated, shown only as an upper bound."

@@ -16,8 +16,9 @@ from fedbicross import models, steps
 from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
+from fedbicross.federation import Client, Predictor, Reply, Upload
 from fedbicross.methods.features import (
+    FeatureMethod,
     HeadConfig,
     check_encoder,
     check_tensors,
@@ -114,7 +115,7 @@ class FalconConfig(HeadConfig):
             )
 
 
-class Falcon(Method[FalconConfig]):
+class Falcon(FeatureMethod[FalconConfig]):
     """One global classifier on frozen features, from synthetic token sequences."""
 
     name = "falcon"
@@ -168,16 +169,6 @@ class Falcon(Method[FalconConfig]):
     def needs(self) -> frozenset[str]:
         """Classifiers, and sizes where teachers are weighted by them."""
         return frozenset({"weights", *(["num_samples"] if self.config.teachers == "size" else [])})
-
-    @property
-    def uses_local_models(self) -> bool:
-        """None: it works on features."""
-        return False
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: features of a frozen encoder do not depend on anybody's network."""
-        return ""
 
     @property
     def leaves(self) -> str:

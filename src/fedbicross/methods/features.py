@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -11,7 +11,7 @@ from fedbicross import engine, models
 from fedbicross.bundle import join_groups, pack, take_group, unpack
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.federation import Client, MethodConfig, Upload, file_name
+from fedbicross.federation import Client, Method, MethodConfig, Upload, file_name
 from fedbicross.models import encoders
 
 if TYPE_CHECKING:
@@ -62,6 +62,23 @@ class EncoderConfig(MethodConfig):
     def description(self, ctx: Context) -> dict[str, Any]:
         """The encoder as it stands in manifests, with the digest of its weights. Needs the encoder: clients only."""
         return engine.predict.describe_encoder(self.spec(ctx.task.image_size), ctx.device)
+
+
+EncoderT = TypeVar("EncoderT", bound=EncoderConfig)
+
+
+class FeatureMethod(Method[EncoderT]):
+    """A method that works on the features of a frozen encoder."""
+
+    @property
+    def uses_local_models(self) -> bool:
+        """None: it works on features."""
+        return False
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: features of a frozen encoder do not depend on anybody's network."""
+        return ""
 
 
 class HeadConfig(EncoderConfig):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from fedbicross.context import Context
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
-from fedbicross.methods.features import HeadConfig
+from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.methods.features import FeatureMethod, HeadConfig
 
 
-class LocalHead(Method[HeadConfig]):
+class LocalHead(FeatureMethod[HeadConfig]):
     """Each hospital keeps the classifier that it trained on the features of its own images."""
 
     name = "local_head"
@@ -18,16 +18,6 @@ class LocalHead(Method[HeadConfig]):
     role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "baseline"
     Config = HeadConfig
     quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
-
-    @property
-    def uses_local_models(self) -> bool:
-        """None: it works on features."""
-        return False
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: features of a frozen encoder do not depend on anybody's network."""
-        return ""
 
     @property
     def leaves(self) -> str:

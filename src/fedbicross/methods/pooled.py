@@ -10,8 +10,8 @@ from pydantic import Field
 from fedbicross import steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import Client, Method, Predictor, Reply, Upload
-from fedbicross.methods.features import EncoderConfig, check_encoder
+from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.methods.features import EncoderConfig, FeatureMethod, check_encoder
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +39,8 @@ class PooledConfig(EncoderConfig):
 PooledT = TypeVar("PooledT", bound=PooledConfig)
 
 
-class PooledMethod(Method[PooledT]):
+class PooledMethod(FeatureMethod[PooledT]):
     """A method whose reply is one linear head on pooled features."""
-
-    @property
-    def uses_local_models(self) -> bool:
-        """None: it works on features."""
-        return False
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: features of a frozen encoder do not depend on anybody's network."""
-        return ""
 
     def _reply(self, weight: Tensor, bias: Tensor, counts: Tensor, encoder: Mapping[str, Any]) -> Reply:
         """The head, and the class counts behind it only where the client has to move the prior."""

@@ -1,9 +1,9 @@
 """Runs of the papers' settings on a GPU: `python -m benchmarks.papers CONFIG.toml ... --out DIR`.
 
 Each file is a run of `fedbicross run`, kept under --models so that a call which was stopped goes on at the next one,
-and so that runs share client models. Results are stored without weights. `--as-recommended` makes a second run of
-each file, named FILE-repeated, in which every FedBiCross row has the number of trajectories that the diagnosis of the
-first recommends.
+and so that runs share client models and features. Results are stored without weights. `--as-recommended` makes a
+second run of each file, named FILE-repeated, in which every FedBiCross row has the number of trajectories that the
+diagnosis of the first recommends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from fedbicross.runs.progress import PlainProgress
 
 
 def run(name: str, config: RunConfig, models: Path, out: Path) -> dict[str, Any]:
-    folder, shared = models / name, models / "client_models"
-    shared.mkdir(parents=True, exist_ok=True)
+    folder = models / name
     text = as_toml(config).encode()
     if not (folder / "config.toml").exists() or (folder / "config.toml").read_bytes() != text:
         shutil.rmtree(folder, ignore_errors=True)
         write_atomic(folder / "partition.json", runner.prepare(config).partition_text.encode())
         write_atomic(folder / "config.toml", text)
-        (folder / "client_models").symlink_to(shared)
+        for shared in ("client_models", "features"):
+            (models / shared).mkdir(exist_ok=True)
+            (folder / shared).symlink_to(models / shared)
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     try:

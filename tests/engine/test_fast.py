@@ -35,8 +35,11 @@ def test_every_pass_equals_the_plain_one_in_float64() -> None:
     x = noise(8, 3, 6, 6)
     for name in ("logits", "batch_logits"):
         torch.testing.assert_close(getattr(fast, name)(x), getattr(plain, name)(x), rtol=0, atol=1e-10)
-    for ours, theirs in zip(fast.both_logits(x), plain.both_logits(x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    for batches in (1, 2):
+        for ours, theirs in zip(fast.both_logits(x, batches), plain.both_logits(x, batches), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    halves = torch.cat([plain.batch_logits(part) for part in (x[:4], x[4:])], dim=1)
+    torch.testing.assert_close(fast.both_logits(x, 2)[1], halves, rtol=0, atol=1e-10)
     values = []
     for ensemble in (plain, fast):
         leaf = x.clone().requires_grad_(True)

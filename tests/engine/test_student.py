@@ -22,9 +22,9 @@ LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 
 
 @pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.05)])
-@pytest.mark.parametrize("tensor_rate", [False, True])
-def test_gradient_and_update_equal_torch_sgd(momentum, weight_decay, tensor_rate):
-    student, plain = Student(network()), network().train()
+@pytest.mark.parametrize(("tensor_rate", "fast"), [(False, False), (True, False), (True, True)])
+def test_gradient_and_update_equal_torch_sgd(momentum, weight_decay, tensor_rate, fast):
+    student, plain = Student(network(), fast=fast), network().train()
     optimiser = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=momentum, weight_decay=weight_decay)
     for step in range(5):
         x, lr = noise(6, 3, 5, 5, seed=step), 0.2 / (step + 1)
@@ -42,6 +42,18 @@ def test_gradient_and_update_equal_torch_sgd(momentum, weight_decay, tensor_rate
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(student.state()[name], value, **tolerance)
     assert int(student.state()["bn1.num_batches_tracked"]) == 5
+
+
+def test_a_gradient_of_another_layout_moves_the_same_weights():
+    """The kernel of the fast path reads weights and gradients side by side in memory."""
+    ends = []
+    for lay_out in (torch.Tensor.contiguous, lambda g: g.transpose(0, -1).contiguous().transpose(0, -1)):
+        student = Student(network(), fast=True)
+        _, gradients = student.gradient(noise(6, 3, 5, 5), loss_on(LABELS))
+        student.update([lay_out(g) for g in gradients], torch.tensor(0.1), 0.9, 0.0)
+        ends.append(student.state())
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name])
 
 
 def test_the_gradient_alone_changes_no_weight():

@@ -12,8 +12,9 @@ from torch import Tensor
 from fedbicross.context import Context
 from fedbicross.federation import Upload
 from fedbicross.methods import create
-from fedbicross.methods.e_fedisca import Mixtures
+from fedbicross.methods.e_fedisca import Lessons, Mixtures
 from fedbicross.steps.noise import structured_noise
+from fedbicross.steps.trajectory import Teacher
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["e_fedisca"], "lr": 0.2}
@@ -129,6 +130,26 @@ def test_mixtures_are_equation_9_and_drawn_afresh_every_epoch() -> None:
     assert not torch.equal(
         mixtures.at(2, 1.0, "adaptation"), Mixtures(1, stored, noise, config, ctx).at(2, 1.0, "adaptation")
     )
+
+
+@pytest.mark.parametrize("done", [0, 3, 4, 6])
+def test_lessons_go_on_in_the_groups_that_were_begun(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teachers are asked for four steps at once; which four may not depend on where a run was stopped."""
+    ctx, config = tiny_context(), create("e_fedisca", {"e_fedisca": {**SETTINGS, "steps_distil": 7}}).config
+    noise = torch.randn(20, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    groups: list[list[float]] = []
+
+    def answer(self: Teacher, batches: list[torch.Tensor], lams: list[float]) -> list[tuple[int, int, float]]:
+        groups.append(lams)
+        return [(0, 0, lam) for lam in lams]
+
+    monkeypatch.setattr(Teacher, "speak_together", answer)
+    teacher = object.__new__(Teacher)
+    seen = list(Lessons(Mixtures(0, None, noise, config, ctx), teacher, None, done))
+    assert [sample.t for sample in seen] == list(range(done + 1, 8))
+    assert [sample.lam for sample in seen] == [1 - t / 7 for t in range(done + 1, 8)]
+    whole = [[1 - t / 7 for t in (1, 2, 3, 4)], [1 - t / 7 for t in (5, 6, 7)]]
+    assert groups == (whole if done < 4 else whole[1:])
 
 
 def test_mixtures_without_noise_or_without_images() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,18 @@ def test_batch_adaptation_labels_every_batch_by_its_own_statistics(convention, l
             torch.testing.assert_close(sample.original, by_store)
         assert not torch.allclose(by_batch, by_store, atol=1e-3)
         assert torch.isfinite(sample.loss.total)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_several_batches_asked_together_are_answered_as_one_by_one(fast):
+    batches, lams = images()[:3], [0.7, 0.3, 0.0]
+    expected = [teacher().speak(x, lam) for x, lam in zip(batches, lams, strict=True)]
+    clients = [randomised(Tiny(width=4 + i), seed=i).float() for i in range(2)]
+    found = replace(teacher(), ensemble=Ensemble(clients, fast=fast)).speak_together(batches, lams)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1], theirs[1])
+        assert ours[2] == theirs[2]
 
 
 def moved_statistics(trajectory, momentum):

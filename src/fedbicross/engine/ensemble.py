@@ -45,6 +45,7 @@ class _Pass:
     def __init__(self) -> None:
         self.mode: _Mode = "stored"
         self.fast = False
+        self.batches = 1  # how many batches one after another the input holds, each with statistics of its own
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.given: LayerStatistics = {}
 
@@ -88,22 +89,26 @@ class _Norm(nn.Module):
         mean, var = self.running_mean, self.running_var
         if current.mode == "stored":
             return self._affine(wide, mean, var).to(x.dtype)
-        half = len(wide) // 2 if current.mode == "both" else 0  # the first half by the stored statistics
-        away = wide[half:] - mean.view(1, -1, 1, 1)
-        distance = away.mean((0, 2, 3))
-        seen = away.square().mean((0, 2, 3)) - distance.square()
         if current.mode == "match":
-            current.seen.append((self.name, distance + mean, seen))
+            away = wide - mean.view(1, -1, 1, 1)
+            distance = away.mean((0, 2, 3))
+            current.seen.append((self.name, distance + mean, away.square().mean((0, 2, 3)) - distance.square()))
             return self._affine(wide, mean, var).to(x.dtype)
-        batch = self._affine(wide[half:], distance + mean, seen.clamp_min(0))
+        half = len(wide) // 2 if current.mode == "both" else 0  # the first half by the stored statistics
+        own = wide[half:].reshape(current.batches, -1, *wide.shape[1:])  # [batches, B, C, H, W]
+        away = own - mean.view(-1, 1, 1)
+        distance = away.mean((1, 3, 4))
+        seen = away.square().mean((1, 3, 4)) - distance.square()
+        batch = self._affine(own, distance + mean, seen.clamp_min(0)).flatten(0, 1)
         out = batch if not half else torch.cat([self._affine(wide[:half], mean, var), batch])
         return out.to(x.dtype)
 
     def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        """x [..., B, C, H, W] by statistics [..., C]."""
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+        return x * scale.unsqueeze(-2)[..., None, None] + shift.unsqueeze(-2)[..., None, None]
 
 
 class Ensemble:
@@ -172,11 +177,14 @@ class Ensemble:
         """
         return self._fast(x, "batch")[0] if self.fast else self._stack(_in_mode("batch"), x)
 
-    def both_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits` and `batch_logits`; the fast path makes both in one pass over the batch and a copy of it."""
+    def both_logits(self, x: Tensor, batches: int = 1) -> tuple[Tensor, Tensor]:
+        """`logits` and `batch_logits`; the fast path makes both in one pass over the batch and a copy of it.
+
+        ``x`` may hold several batches of one size: each is then normalised by statistics of its own.
+        """
         if not self.fast:
-            return self.logits(x), self.batch_logits(x)
-        stored, batch = self._fast(torch.cat([x, x]), "both")[0].chunk(2, dim=1)
+            return self.logits(x), torch.cat([self.batch_logits(batch) for batch in x.chunk(batches)], dim=1)
+        stored, batch = self._fast(torch.cat([x, x]), "both", batches)[0].chunk(2, dim=1)
         return stored, batch
 
     def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
@@ -254,16 +262,16 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, x: Tensor, mode: _Mode) -> tuple[Tensor, list[Tensor]]:
+    def _fast(self, x: Tensor, mode: _Mode, batches: int = 1) -> tuple[Tensor, list[Tensor]]:
         """[N,B,C] and what else each client gives (BN term, or features), by one compiled pass per architecture."""
         x = x.to(torch.bfloat16) if self.precision == "bf16" else x
         x = x.contiguous(memory_format=torch.channels_last)
 
         def run(model: nn.Module, current: _Pass) -> tuple[Tensor, Tensor]:
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            key = (mode, self.precision, str(model))
+            key = (mode, batches, self.precision, str(model))
             if key not in _PASSES:
-                _PASSES[key] = fast_path.compiled(_pass_function(model, current, mode))
+                _PASSES[key] = fast_path.compiled(_pass_function(model, current, mode, batches))
             logits, other = _PASSES[key](state, x)
             return logits, other
 
@@ -332,7 +340,9 @@ def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) 
         current.mode = "stored"
 
 
-def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable[..., tuple[Tensor, Tensor]]:
+def _pass_function(
+    template: nn.Module, current: _Pass, mode: _Mode, batches: int
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """One forward pass as a function of a client's weights, for compilation."""
 
     def run_features(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,7 +353,7 @@ def _pass_function(template: nn.Module, current: _Pass, mode: _Mode) -> Callable
         return F.linear(seen, state["head.weight"], state["head.bias"]), seen
 
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        current.mode, current.seen, current.fast = mode, [], True
+        current.mode, current.seen, current.fast, current.batches = mode, [], True, batches
         output = functional_call(template, state, (x,))
         terms = [
             torch.linalg.vector_norm(mean - state[f"{name}.running_mean"])

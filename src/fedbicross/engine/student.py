@@ -63,6 +63,22 @@ class Student:
     def update(self, gradients: Sequence[Tensor], lr: float | Tensor, momentum: float, weight_decay: float) -> None:
         """SGD in place, as `distill.sgd_step`: b ← m b + g + wd θ, θ ← θ − lr b."""
         params: list[Tensor] = list(self.params.values())
+        if self.fast and momentum > 0 and isinstance(lr, Tensor):  # the same in one pass over every weight
+            # A compiled gradient may have another layout than its weight, which this kernel refuses.
+            same = [_laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
+            torch._fused_sgd_(
+                params,
+                same,
+                self.momentum,
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+            return
         step = torch._foreach_add(list(gradients), params, alpha=weight_decay)
         torch._foreach_mul_(self.momentum, momentum)
         torch._foreach_add_(self.momentum, step)
@@ -113,3 +129,7 @@ class Student:
             value.copy_(tensors[name])
         for name, value in zip(self.params, self.momentum, strict=True):
             value.copy_(tensors[f"momentum/{name}"])
+
+
+def _laid_out_as(param: Tensor, gradient: Tensor) -> Tensor:
+    return gradient if gradient.stride() == param.stride() else torch.empty_like(param).copy_(gradient)

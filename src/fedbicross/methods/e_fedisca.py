@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
+TOGETHER = 4  # mixtures of which the teachers are asked at once: a GPU's work on an image falls up to there
+MOST_PIXELS = 2**20  # in such a group, so that large images fit in memory
+
+
 class EFedISCAConfig(ShotsConfig):
     """E-FedISCA's settings; the paper's values are the defaults."""
 
@@ -210,10 +214,20 @@ class Lessons:
         return {}
 
     def __iter__(self) -> Iterator[Sample]:
-        for s in self.mixtures.steps[self.done :]:
-            lam = 1 - s / len(self.mixtures.steps)
-            images = self.mixtures.at(s, lam, "distillation")
-            yield steps.trajectory.Sample(s, images, *self.teacher.speak(images, lam, self.statistics), None)
+        total = len(self.mixtures.steps)
+        together = 1 if self.statistics is not None else self.mixtures.together
+        # Groups begin at fixed steps, so that a run that goes on makes the same ones.
+        for start in range(self.done - self.done % together, total, together):
+            group = self.mixtures.steps[start : start + together]
+            lams = [1 - s / total for s in group]
+            images = [self.mixtures.at(s, lam, "distillation") for s, lam in zip(group, lams, strict=True)]
+            if self.statistics is None:
+                answers = self.teacher.speak_together(images, lams)
+            else:
+                answers = [self.teacher.speak(images[0], lams[0], self.statistics)]
+            for s, seen, answer in zip(group, images, answers, strict=True):
+                if s > self.done:
+                    yield steps.trajectory.Sample(s, seen, *answer, None)
 
 
 class Mixtures:
@@ -225,6 +239,8 @@ class Mixtures:
         import torch
 
         self.stored, self.noise = stored, noise
+        pixels = config.batch * ctx.task.image_size**2
+        self.together = max(1, min(TOGETHER, MOST_PIXELS // pixels))
         self.steps = list(range(1, config.steps_distil + 1))
         self.draws = {}
         for use in ("adaptation", "distillation"):

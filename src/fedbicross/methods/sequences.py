@@ -9,7 +9,7 @@ from fedbicross import engine, models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
 from fedbicross.federation import file_name
-from fedbicross.methods.features import Fit, epoch_curve, forward_flops, seeded
+from fedbicross.methods.features import Fit, epoch_curve, forward_flops, make_optimiser, seeded
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ def train_generator(
     model: TokenGenerator, tokens: Tensor, labels: Tensor, config: FalconConfig, ctx: Context, client: str
 ) -> list[float]:
     """Section 2.4: maximum likelihood (Eq. 5) on real sequences [n, T, dim]; the mean loss per token of every epoch."""
-    import torch
 
     models.initialise(model, ctx.torch_rng("falcon", client, "generator"))
     if config.standardise != "none":
@@ -41,7 +40,7 @@ def train_generator(
     fit = Fit(
         f"generator-{file_name(client)}",
         model,
-        torch.optim.AdamW(model.parameters(), lr=config.lr_generator, weight_decay=config.decay_generator),
+        make_optimiser("adamw", model, config.lr_generator, config.decay_generator),
         loss,
         len(y),
         batch=config.batch,
@@ -121,7 +120,7 @@ def learn_guided(
             logits = head(seen)
         return guidance.guided_loss(logits, y[rows], target, config.alpha, config.temperature)
 
-    optimiser = torch.optim.Adam(head.parameters(), lr=lr)
+    optimiser = make_optimiser("adam", head, lr)
     stage = file_name(name)
     fit = Fit(stage, head, optimiser, loss, len(y), batch=batch, epochs=epochs, ctx=ctx, score=score)
     history = fit.run(label or f"falcon: {name}")

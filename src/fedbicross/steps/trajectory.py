@@ -6,7 +6,7 @@ With ``ema`` (Eq. 3 as written) the adapted teacher exists only after the whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -59,9 +59,9 @@ class Teacher:
         return self._soft(self.ensemble.adapted_logits(x, statistics))
 
     @torch.no_grad()
-    def both(self, x: Tensor) -> list[Tensor]:
-        """Soft labels of F, and of F̃ by the batch's own statistics."""
-        return [self._soft(logits) for logits in self.ensemble.both_logits(x)]
+    def both(self, x: Tensor, batches: int = 1) -> list[Tensor]:
+        """Soft labels of F, and of F̃ by the batch's own statistics, or by those of each of several batches."""
+        return [self._soft(logits) for logits in self.ensemble.both_logits(x, batches)]
 
     def speak(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
         """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
@@ -76,6 +76,18 @@ class Teacher:
             return original, adapted, lam
         (adapted,) = self._ask("adapted", lambda x: [self.adapted(x)], x)
         return adapted, adapted, lam
+
+    def speak_together(self, batches: Sequence[Tensor], lams: Sequence[float]) -> list[tuple[Tensor, Tensor, float]]:
+        """`speak` for several batches of one size; on the fast path in one pass, which uses a GPU better."""
+        if not self.ensemble.fast or self.adaptation != "batch" or len(batches) < 2:
+            return [self.speak(x, lam) for x, lam in zip(batches, lams, strict=True)]
+        count = len(batches)
+        answers = self._ask(f"both of {count}", partial(self.both, batches=count), torch.cat(list(batches)))
+        originals, adapted = (answer.chunk(count) for answer in answers)
+        return [
+            (original, original, 0.0) if lam <= 0 else (original, other, lam)
+            for original, other, lam in zip(originals, adapted, lams, strict=True)
+        ]
 
     def on(self, device: str) -> Teacher:
         """A copy on this device."""

@@ -8,7 +8,9 @@ import sys
 import fedbicross
 from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload, simulate
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.federation import simulate
+from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.fedavg import average
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import fedbicross
 from fedbicross.bundle import keys
 from fedbicross.context import Context
-from fedbicross.federation import Client, simulate
+from fedbicross.exchange import Client
+from fedbicross.federation import simulate
 from fedbicross.transport import files
 
 count = int(sys.argv[1]) if len(sys.argv) > 1 else 200

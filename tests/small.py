@@ -8,7 +8,7 @@ import numpy as np
 
 from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
-from fedbicross.federation import Client
+from fedbicross.exchange import Client
 
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from fedbicross.context import Context, MemoryStore
 from fedbicross.engine import train as training
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client
+from fedbicross.exchange import Client
 from fedbicross.seeds import numpy_rng
 from small import tiny_clients, tiny_context
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fedbicross.engine.spread import Workers
     from fedbicross.engine.train import Trained
-    from fedbicross.federation import Client
+    from fedbicross.exchange import Client
     from fedbicross.models.encoders import EncoderSpec
 
 

@@ -55,7 +55,7 @@ REVIEWED = {
 
 def server_side() -> set[Path]:
     """All that can be reached from the reader of bundles, from every method, and from the exchange of files."""
-    start = modules_of("fedbicross.bundle") + modules_of("fedbicross.federation") + modules_of("fedbicross.methods")
+    start = [m for room in ("bundle", "exchange", "federation", "methods") for m in modules_of(f"fedbicross.{room}")]
     start += modules_of("fedbicross.transport.files") + modules_of("fedbicross.transport.federation_file")
     return reachable(start) | {SOURCE / "__init__.py"}
 

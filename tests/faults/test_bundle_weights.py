@@ -15,8 +15,9 @@ from fedbicross.bundle import sign, validate
 from fedbicross.bundle.format import canonical_json, pack
 from fedbicross.context import Context, Task
 from fedbicross.errors import FedBiCrossError, MethodError, UploadError
-from fedbicross.federation import Client, Upload, check_needs
+from fedbicross.exchange import Client, Upload
 from fedbicross.methods import METHODS, create
+from fedbicross.methods.base import check_needs
 from fedbicross.transport import files
 from small import TINY_METHODS, tiny_clients, tiny_context
 

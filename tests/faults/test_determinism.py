@@ -29,8 +29,10 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.data import Partition, load_dataset
 from fedbicross.engine.recipe import Training
-from fedbicross.federation import Client, Method, Predictor, records, simulate
+from fedbicross.exchange import Client, Predictor
+from fedbicross.federation import records, simulate
 from fedbicross.methods import METHODS, create
+from fedbicross.methods.base import Method
 from small import TINY_METHODS
 
 SMALL = {  # whatever of these a method has: seconds instead of hours

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedbicross import models
 from fedbicross.context import Context
-from fedbicross.federation import Upload
+from fedbicross.exchange import Upload
 
 
 def networks(uploads: Sequence[Upload], ctx: Context) -> list[nn.Module]:

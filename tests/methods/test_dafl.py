@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross.context import Context
-from fedbicross.federation import Upload
+from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.dafl import describe_missing, generator_loss
 from small import TINY_METHODS, tiny_clients, tiny_context

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Upload, check_needs
+from fedbicross.exchange import Upload
 from fedbicross.methods import create
+from fedbicross.methods.base import check_needs
 from fedbicross.methods.dense import generator_loss
 from fedbicross.methods.synthesis import new_student
 from fedbicross.runs.config import load_config

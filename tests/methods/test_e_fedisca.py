@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbicross.context import Context
-from fedbicross.federation import Upload
+from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.e_fedisca import Lessons, Mixtures
 from fedbicross.steps.noise import structured_noise

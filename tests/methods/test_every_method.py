@@ -11,8 +11,10 @@ import torch
 
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Reply, Upload, check_needs, records, simulate
+from fedbicross.exchange import Reply, Upload
+from fedbicross.federation import records, simulate
 from fedbicross.methods import METHODS, create, method_names
+from fedbicross.methods.base import check_needs
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ from torch import Tensor
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.federation import Client, Reply, Upload, simulate
+from fedbicross.exchange import Client, Reply, Upload
+from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.falcon import Falcon
 from fedbicross.methods.features import seeded, take_prefix

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.federation import Predictor, Upload
+from fedbicross.exchange import Predictor, Upload
 from fedbicross.methods.features import EncoderConfig, Fit, check_tensors, fit_head, same_encoder, seeded, split_rows
 from fedbicross.models.encoders import EncoderSpec
 from fedbicross.runs.config import load_config

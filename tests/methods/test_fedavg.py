@@ -5,7 +5,8 @@ import torch
 
 from fedbicross.context import Task
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Upload, simulate
+from fedbicross.exchange import Client, Upload
+from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedavg import average
 from small import tiny_clients, tiny_context

@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Client, Upload, simulate
+from fedbicross.exchange import Client, Upload
+from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.steps.crosscluster import split_rows
 from small import TINY_METHODS, tiny_clients, tiny_context

@@ -7,7 +7,7 @@ import slow
 import torch
 
 from fedbicross.context import Context
-from fedbicross.federation import Upload
+from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from small import TINY_METHODS, tiny_clients, tiny_context
 

@@ -8,7 +8,8 @@ import torch
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import Client, Upload, simulate
+from fedbicross.exchange import Client, Upload
+from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedpft import FedPFT
 from small import tiny_clients, tiny_context

@@ -16,7 +16,8 @@ from PIL import Image
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Client, Upload, simulate
+from fedbicross.exchange import Client, Upload
+from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.generative import Replay, first_of_each_class
 from fedbicross.steps import generators

@@ -14,7 +14,8 @@ from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.engine import train as training
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Predictor, Reply, Upload, records, round_records, simulate
+from fedbicross.exchange import Predictor, Reply, Upload
+from fedbicross.federation import records, round_records, simulate
 from fedbicross.methods import create
 from small import TINY_METHODS, tiny_clients, tiny_context
 

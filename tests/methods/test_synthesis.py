@@ -18,8 +18,10 @@ from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.federation import Client, Upload, check_needs, records, simulate
+from fedbicross.exchange import Client, Upload
+from fedbicross.federation import records, simulate
 from fedbicross.methods import create
+from fedbicross.methods.base import check_needs
 from fedbicross.methods.synthesis import new_student, rate, synthesis_flops
 from fedbicross.runs.config import load_config
 from fedbicross.steps import inversion

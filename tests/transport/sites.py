@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbicross.bundle import keys
 from fedbicross.context import Context
-from fedbicross.federation import Client
+from fedbicross.exchange import Client
 from fedbicross.transport.federation_file import FederationFile, new_federation
 from small import tiny_clients
 

@@ -18,7 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbicross.bundle import keys, sign
 from fedbicross.errors import MethodError, RunError, UploadError
-from fedbicross.federation import Upload
+from fedbicross.exchange import Upload
 from fedbicross.transport import files
 from fedbicross.transport.flower import carry
 from fedbicross.transport.flower.places import Waiting

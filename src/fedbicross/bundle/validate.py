@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.context import Task
-    from fedbicross.federation import Upload
+    from fedbicross.exchange import Upload
 
 # How every network here sees a pixel x of 0..255. It stands in the manifest, so that a site that does otherwise shows.
 PREPROCESSING = "(x/255-0.5)/0.5"

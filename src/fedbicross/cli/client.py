@@ -54,7 +54,7 @@ def train(
     from fedbicross.cli.exchange import check_new, set_threads, site_work, write_new
     from fedbicross.cli.show import print_json, progress
     from fedbicross.errors import ConfigError
-    from fedbicross.federation import file_name
+    from fedbicross.exchange import file_name
     from fedbicross.transport import files
 
     agreed = files.load_federation(federation)
@@ -128,7 +128,7 @@ def _check_readable(header: Header) -> None:
     """Only an upload or a reply can be put into words, and only one whose manifest has the fields of its kind."""
     from fedbicross.bundle import validate
     from fedbicross.errors import UploadError
-    from fedbicross.federation import MANIFESTS
+    from fedbicross.exchange import MANIFESTS
 
     if header.kind not in MANIFESTS:
         raise UploadError("wrong_kind", f"a bundle of kind {header.kind[:32]!r} is neither an upload nor a reply")

@@ -20,7 +20,7 @@ from fedbicross.cli.exchange import (
 )
 
 if TYPE_CHECKING:
-    from fedbicross.federation import Predictor
+    from fedbicross.exchange import Predictor
 
 BATCH = 256  # images read and answered at a time
 ModelOption = Annotated[Path, typer.Option(help="the folder that `client personalize` wrote")]

@@ -26,7 +26,7 @@ WORK = Path("fedbicross-work")
 
 def site_work(work: Path, federation: FederationFile, name: str) -> Path:
     """Where a site keeps its work for this run."""
-    from fedbicross.federation import file_name
+    from fedbicross.exchange import file_name
 
     return work / federation.run_id / "clients" / file_name(name)
 

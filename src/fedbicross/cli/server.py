@@ -95,7 +95,7 @@ def fuse(
     from fedbicross.cli.exchange import check_new, server_work, set_threads, write_new
     from fedbicross.cli.show import print_json, progress
     from fedbicross.errors import ConfigError
-    from fedbicross.federation import file_name
+    from fedbicross.exchange import file_name
     from fedbicross.transport import files
 
     if workers is not None and engine is Engine.local:

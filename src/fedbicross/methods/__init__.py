@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbicross.errors import ConfigError, nearest
-from fedbicross.federation import Method
+from fedbicross.methods.base import Method
 from fedbicross.methods.centralised import Centralised
 from fedbicross.methods.centralised_head import CentralisedHead
 from fedbicross.methods.co_boosting import CoBoosting

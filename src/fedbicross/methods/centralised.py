@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
 
 
 class Centralised(Method[MethodConfig]):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Reply, Upload
+from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.methods.local_head import LocalHead
 
 

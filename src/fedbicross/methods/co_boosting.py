@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedbicross import steps
 from fedbicross.context import Context
-from fedbicross.federation import Reply, Upload
+from fedbicross.exchange import Reply, Upload
 from fedbicross.methods.generative import GenerativeMethod, Replay, ReplayConfig, flops, recorded
 
 if TYPE_CHECKING:

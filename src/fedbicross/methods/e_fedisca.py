@@ -16,7 +16,7 @@ from pydantic import Field
 from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
-from fedbicross.federation import Reply, Upload
+from fedbicross.exchange import Reply, Upload
 from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
     Watch,

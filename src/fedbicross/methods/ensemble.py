@@ -13,16 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from fedbicross.context import Context
-from fedbicross.federation import (
-    Client,
-    Method,
-    MethodConfig,
-    Predictor,
-    Reply,
-    Upload,
-    pack_states,
-    unpack_states,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload, pack_states, unpack_states
+from fedbicross.methods.base import Method, MethodConfig
 
 
 class EnsembleConfig(MethodConfig):

@@ -16,7 +16,7 @@ from fedbicross import models, steps
 from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
-from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.features import (
     FeatureMethod,
     HeadConfig,

@@ -11,7 +11,8 @@ from fedbicross import engine, models
 from fedbicross.bundle import join_groups, pack, take_group, unpack
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.federation import Client, Method, MethodConfig, Upload, file_name
+from fedbicross.exchange import Client, Upload, file_name
+from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.models import encoders
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from pydantic import Field
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

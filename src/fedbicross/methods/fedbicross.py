@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group, validate
 from fedbicross.context import Context
-from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.synthesis import (
     SynthesisConfig,
     SynthesisMethod,

@@ -15,7 +15,7 @@ from pydantic import Field
 from fedbicross import steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import Client, Reply, Upload
+from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.methods.features import same_encoder
 from fedbicross.methods.pooled import (
     PooledConfig,

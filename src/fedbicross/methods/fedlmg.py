@@ -16,7 +16,8 @@ from fedbicross import models, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError, nearest
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload, file_name
+from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
+from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.synthesis import image_shape, new_student
 from fedbicross.models import priors
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from fedbicross import models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import Client, Reply, Upload
+from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.methods.features import fit_head, same_encoder
 from fedbicross.methods.pooled import (
     PooledConfig,

@@ -12,7 +12,8 @@ from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.synthesis import Watch, image_shape, new_student, on_device, rate
 
 if TYPE_CHECKING:

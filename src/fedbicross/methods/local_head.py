@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from fedbicross.context import Context
-from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.features import FeatureMethod, HeadConfig
 
 

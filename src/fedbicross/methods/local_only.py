@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedbicross.context import Context
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
 
 
 class LocalOnly(Method[MethodConfig]):

@@ -10,7 +10,7 @@ from pydantic import Field
 from fedbicross import steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import Client, Predictor, Reply, Upload
+from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.features import EncoderConfig, FeatureMethod, check_encoder
 
 if TYPE_CHECKING:

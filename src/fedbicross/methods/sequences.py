@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedbicross import engine, models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import file_name
+from fedbicross.exchange import file_name
 from fedbicross.methods.features import Fit, epoch_curve, forward_flops, make_optimiser, seeded
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Reply, Upload
+from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.methods.synthesis import GlobalStudentMethod, SynthesisConfig, new_student
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pydantic import Field
 from fedbicross import engine, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.federation import Client, Method, MethodConfig, Predictor, Reply, Upload, file_name
+from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
+from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

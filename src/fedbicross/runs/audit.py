@@ -16,7 +16,8 @@ from fedbicross.context import Context, Progress, Silent, Task
 from fedbicross.data import test_images
 from fedbicross.errors import ConfigError, RunError, nearest
 from fedbicross.evaluate import costs, generation_costs, mmd, reconstruction
-from fedbicross.federation import Client, Method, Upload, file_name
+from fedbicross.exchange import Client, Upload, file_name
+from fedbicross.methods.base import Method
 from fedbicross.methods.pooled import PooledConfig
 from fedbicross.runs.config import RunConfig, check, read_toml
 from fedbicross.runs.runner import make_clients, prepare

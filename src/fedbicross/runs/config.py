@@ -13,8 +13,8 @@ from pydantic import Field, field_validator
 from fedbicross import models
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
-from fedbicross.federation import Method, mixed_models_problem
 from fedbicross.methods import create
+from fedbicross.methods.base import Method, mixed_models_problem
 from fedbicross.methods.features import EncoderConfig
 from fedbicross.methods.fedlmg import FedLMGConfig
 from fedbicross.models import encoders, priors

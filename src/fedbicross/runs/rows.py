@@ -13,7 +13,9 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context
 from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, score_client, subsets
 from fedbicross.evaluate.summary import summarise
-from fedbicross.federation import Client, Method, Predictor, file_name, records, round_records, travelled
+from fedbicross.exchange import Client, Predictor, file_name
+from fedbicross.federation import records, round_records, travelled
+from fedbicross.methods.base import Method
 
 if TYPE_CHECKING:
     from fedbicross.context import Store

@@ -22,7 +22,8 @@ from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Ta
 from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
-from fedbicross.federation import Client, records, simulate
+from fedbicross.exchange import Client
+from fedbicross.federation import records, simulate
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import Remembering

@@ -22,8 +22,9 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Task
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
-from fedbicross.federation import Method, file_name
+from fedbicross.exchange import file_name
 from fedbicross.methods import METHODS, create
+from fedbicross.methods.base import Method
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
 MAX_FILE = 1 << 20  # bytes

@@ -23,7 +23,7 @@ from fedbicross import __version__
 from fedbicross.atomic import write_folder
 from fedbicross.bundle import Limits, read_file
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
-from fedbicross.federation import Predictor
+from fedbicross.exchange import Predictor
 from fedbicross.transport.files import check_networks
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fedbicross.engine.predict import load_model
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.federation import Predictor
+    from fedbicross.exchange import Predictor
 
 
 class Whole(nn.Module):

@@ -15,7 +15,7 @@ from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
-from fedbicross.federation import Reply, Upload, file_name
+from fedbicross.exchange import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.transport.federation_file import FederationFile
 from fedbicross.transport.verify import verify_upload

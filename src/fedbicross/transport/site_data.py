@@ -17,7 +17,7 @@ from fedbicross.data.dataset import Dataset, Images, default_classes
 from fedbicross.data.folder import SUFFIXES, Entry, read_images, scan_folder, scan_manifest
 from fedbicross.data.units import split_off_test
 from fedbicross.errors import DataError, nearest
-from fedbicross.federation import Client
+from fedbicross.exchange import Client
 
 
 def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: int) -> tuple[Client, Split]:

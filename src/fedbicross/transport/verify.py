@@ -9,7 +9,8 @@ from fedbicross.bundle import REPLY, UPLOAD, inspect, validate
 from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
 from fedbicross.errors import UploadError
-from fedbicross.federation import Predictor, Reply, Upload, check_needs
+from fedbicross.exchange import Predictor, Reply, Upload
+from fedbicross.methods.base import check_needs
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
 
 

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import FedBiCrossError, UploadError
-from fedbicross.federation import Client, file_name
+from fedbicross.exchange import Client, file_name
 from fedbicross.settings import parse
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import carry

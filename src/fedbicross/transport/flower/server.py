@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
-from fedbicross.federation import file_name
+from fedbicross.exchange import file_name
 from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
 from fedbicross.transport.flower.carry import bundle_of, content, note_of
 from fedbicross.transport.flower.exchange import Exchange

@@ -1,0 +1,206 @@
+"""What travels in a federation: a client's images stay in `Client`; `Upload`, `Reply` and `Predictor` are files."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedbicross.bundle import pack, unpack, validate
+from fedbicross.context import Store, Task
+from fedbicross.errors import UploadError
+from fedbicross.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """One hospital: a name and images that never leave it."""
+
+    name: str
+    images: np.ndarray  # uint8 [n,H,W,C]
+    labels: np.ndarray  # int64 [n]
+    patients: np.ndarray | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the images, labels and patients."""
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(self.images.tobytes())
+        digest.update(self.labels.astype("int64").tobytes())
+        if self.patients is not None:
+            digest.update("\0".join(map(str, self.patients)).encode())
+        return digest.hexdigest()
+
+    def class_counts(self, classes: int) -> list[int]:
+        """How many images of each class."""
+        return [int((self.labels == c).sum()) for c in range(classes)]
+
+    @property
+    def label(self) -> str:
+        """The name, short enough for a terminal line."""
+        return self.name if len(self.name) <= 32 else self.name[:29] + "..."
+
+
+PREPROCESSING = validate.PREPROCESSING
+
+
+class _UploadManifest(Settings):
+    client: str
+    task: Task
+    preprocessing: str
+    class_counts: list[int] | None
+    num_samples: int | None
+    extra: dict[str, Any]
+    run_id: str | None
+
+
+class _ReplyManifest(Settings):
+    client: str | None
+    info: dict[str, Any]
+    run_id: str | None
+
+
+class _PredictorManifest(Settings):
+    task: Task
+    architectures: list[str]
+    combine: Literal["mean_logits", "mean_probs", "class_weighted"]
+    encoder: dict[str, Any] | None = None
+
+
+MANIFESTS: dict[str, type[Settings]] = {"upload": _UploadManifest, "reply": _ReplyManifest}  # of what travels
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The one file that leaves a hospital."""
+
+    client: str
+    task: Task
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    class_counts: Sequence[int] | None = None
+    num_samples: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    run_id: str | None = None  # of a federation between sites: a bundle of another run is refused
+    preprocessing: str = PREPROCESSING
+
+    def pack(self) -> bytes:
+        """The bytes that leave."""
+        info = {
+            "client": self.client,
+            "task": self.task.as_json(),
+            "preprocessing": self.preprocessing,
+            "class_counts": None if self.class_counts is None else list(self.class_counts),
+            "num_samples": self.num_samples,
+            "extra": dict(self.extra),
+            "run_id": self.run_id,
+        }
+        return pack("upload", self.tensors, info)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Upload:
+        """Read an upload back."""
+        tensors, info = unpack(data, "upload")
+        manifest = validate.read_manifest(_UploadManifest, info)
+        return cls(tensors=tensors, **dict(manifest))
+
+    @property
+    def empty(self) -> bool:
+        """Nothing left the hospital."""
+        return not self.tensors and self.class_counts is None and self.num_samples is None and not self.extra
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The one file that comes back. Several clients may get the same."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    client: str | None = None  # whom it is for, and of which run, where it travels between sites
+    run_id: str | None = None
+
+    def pack(self) -> bytes:
+        """The bytes that come back."""
+        return pack("reply", self.tensors, {"client": self.client, "info": dict(self.info), "run_id": self.run_id})
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Reply:
+        """Read a reply back."""
+        tensors, info = unpack(data, "reply")
+        return cls(tensors, **dict(validate.read_manifest(_ReplyManifest, info)))
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was sent back."""
+        return not self.tensors and not self.info
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What a hospital ends with: one network, several and a rule to combine them, or a constant answer."""
+
+    task: Task
+    architectures: tuple[str, ...] = ()
+    states: tuple[dict[str, Tensor], ...] = ()
+    combine: Literal["mean_logits", "mean_probs", "class_weighted"] = "mean_logits"
+    class_weights: Tensor | None = None  # [networks, classes], for class_weighted
+    constant: Tensor | None = None  # [classes]
+    encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
+
+    def probabilities(
+        self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
+    ) -> np.ndarray:
+        """Class probabilities [n,C] for uint8 images [n,H,W,C]; a store keeps the features of a frozen encoder."""
+        from fedbicross.engine import predict
+
+        return predict.probabilities(self, images, device, precision, store=store)
+
+    def pack(self) -> bytes:
+        """The bytes of the final model."""
+        tensors = pack_states(self.states)
+        tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
+        tensors |= {} if self.constant is None else {"constant": self.constant}
+        info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
+        info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
+        return pack("predictor", tensors, info)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Predictor:
+        """Read a final model back."""
+        tensors, info = unpack(data, "predictor")
+        manifest = validate.read_manifest(_PredictorManifest, info)
+        architectures = tuple(manifest.architectures)
+        states = unpack_states(tensors, len(architectures))
+        weights, constant = tensors.get("class_weights"), tensors.get("constant")
+        return cls(manifest.task, architectures, tuple(states), manifest.combine, weights, constant, manifest.encoder)
+
+
+def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Several state dicts as one flat dict: ``model.0.conv.weight`` and so on."""
+    return {f"model.{i}.{name}": value for i, state in enumerate(states) for name, value in state.items()}
+
+
+def unpack_states(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """The inverse of ``pack_states``."""
+    states: dict[str, dict[str, Tensor]] = {str(number): {} for number in range(count)}
+    for full, value in tensors.items():
+        prefix, _, rest = full.partition(".")
+        if prefix == "model":
+            index, _, name = rest.partition(".")
+            if index not in states:
+                raise UploadError("tensor_list", f"tensor {full[:64]!r} belongs to none of the {count} networks")
+            states[index][name] = value
+    return list(states.values())
+
+
+def file_name(client: str) -> str:
+    """A file name for any client name, however strange."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", client):
+        return client
+    return "client." + hashlib.sha256(client.encode()).hexdigest()[:16]

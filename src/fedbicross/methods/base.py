@@ -1,0 +1,112 @@
+"""A method: three verbs, and what a reader should know of it before running it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from fedbicross.bundle import validate
+from fedbicross.context import Context
+from fedbicross.errors import MethodError, UploadError
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.settings import Settings
+
+
+class MethodConfig(Settings):
+    """Base of every method's settings."""
+
+
+ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+
+
+class Method(ABC, Generic[ConfigT]):
+    """The three verbs, and what a reader should know of a method before running it."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # named presets of Config: "name:variant"
+    variant_notes: ClassVar[Mapping[str, str]] = {}
+    quick: ClassVar[Mapping[str, Any]] = {}  # settings that finish in minutes on two cores
+    role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "method"
+    pools_data: ClassVar[bool] = False  # an upper bound that no federation could run
+    personal: ClassVar[bool] = True  # False: personalize() ignores the client, so that equal replies share one model
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What every upload must hold: weights, bn_stats, class_counts, num_samples. Checked before any work."""
+        return frozenset()
+
+    @property
+    def uses_local_models(self) -> bool:
+        """Whether upload() or personalize() asks for the client's own network, which can then be trained ahead."""
+        return "weights" in self.needs
+
+    @property
+    def rounds(self) -> int:
+        """How often the three verbs go round; 1 is one-shot."""
+        return 1
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Why every client must have the server's architecture, in words; empty where clients may bring their own."""
+        return f"{self.name} does not say that it can"
+
+    @property
+    @abstractmethod
+    def leaves(self) -> str:
+        """What leaves the hospital, in one sentence."""
+
+    @abstractmethod
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """At the client: train, and return what leaves. ``previous`` is the last round's reply, if any."""
+
+    @abstractmethod
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """At the server: one reply per upload, in the same order."""
+
+    @abstractmethod
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """At the client: the model that it will use."""
+
+    def check_upload(self, upload: Upload) -> None:
+        """At the server, before ``fuse``: refuse an upload of a stranger that makes no sense for this method.
+
+        Override it where an upload holds anything but one network of the task's architecture.
+        """
+        task = upload.task
+        if upload.extra and self.rounds == 1:
+            raise UploadError("manifest", f"{self.name} takes no 'extra', but the upload says {list(upload.extra)[:3]}")
+        validate.check_class_counts(upload.class_counts, len(task.classes), upload.num_samples)
+        if "weights" in self.needs:
+            validate.check_model_state(upload.tensors, task.model, task.channels, len(task.classes), task.image_size)
+        elif upload.tensors:
+            raise UploadError("extra_tensor", f"{self.name} takes no tensors, but the upload holds some")
+
+
+def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:
+    """Refuse, before any server work, uploads that lack what the method declared to need."""
+    for upload in uploads:
+        statistics = any(name.endswith("running_var") for name in upload.tensors)
+        has = {
+            "weights": bool(upload.tensors),
+            "bn_stats": statistics,
+            "class_counts": upload.class_counts is not None,
+            "num_samples": upload.num_samples is not None,
+        }
+        for need in sorted(method.needs):
+            if not has[need]:
+                raise MethodError(f"needs_{need}", f"{method.name} needs {need}, which {upload.client!r} did not send")
+
+
+def mixed_models_problem(method: Method[Any], architectures: Iterable[str], model: str, called: str = "") -> str:
+    """Why these clients cannot take part, where one has another architecture than the server; empty if they can."""
+    others = sorted(set(architectures) - {model})
+    if not others or not method.refuses_mixed_models:
+        return ""
+    problem = f"{called or method.name} cannot work with clients of another architecture than the run's {model}"
+    return f"{problem} ({', '.join(others)}): {method.refuses_mixed_models}"

@@ -144,10 +144,12 @@ def inversion_as_released(count: int) -> Callable[[], object]:
     return step
 
 
-def teachers(count: int, precision: str, fast: bool) -> Callable[[], object]:
+def teachers(count: int, precision: str, fast: bool, batches: int = 1) -> Callable[[], object]:
     teacher = Teacher(Ensemble(networks(count), precision, fast))
     x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    return lambda: teacher.speak(x, 0.5)
+    if batches == 1:
+        return lambda: teacher.speak(x, 0.5)
+    return lambda: teacher.speak_together([x] * batches, [0.5] * batches)
 
 
 def soft(seed: int) -> Tensor:
@@ -159,9 +161,10 @@ def sample(seed: int) -> Sample:
     return Sample(1, x, soft(seed), soft(seed + 100), 0.5, None)
 
 
-def student(precision: str, fast: bool) -> Callable[[], object]:
-    learner, given, config = Student(networks(1)[0], "cuda", precision, fast), sample(0), SynthesisConfig()
-    return lambda: config.learn(learner, given, 1e-3)
+def student(precision: str, fast: bool, given: Sample | None = None) -> Callable[[], object]:
+    learner, config = Student(networks(1)[0], "cuda", precision, fast), SynthesisConfig()
+    lesson = given or sample(0)
+    return lambda: config.learn(learner, lesson, 1e-3)
 
 
 def stage_two(clusters: int, precision: str, fast: bool) -> Callable[[], object]:
@@ -192,6 +195,7 @@ def steps_table(count: int, rate: float) -> dict[str, Any]:
     kinds: dict[str, tuple[Callable[..., Callable[[], object]], float]] = {
         "inversion": (partial(inversion, count), floor(2 * count)),
         "both teachers": (partial(teachers, count), floor(2 * count)),
+        "both teachers, four batches": (partial(teachers, count, batches=4), floor(8 * count)),
         "student": (student, floor(3)),
         "stage 2, K=4": (partial(stage_two, 4), floor(3 * 4 * (4 * 0.8 + 0.2))),
     }
@@ -259,6 +263,40 @@ def in_24_gb() -> dict[str, Any]:
         out[name] = {**found, "clients at once": fit, "relative difference after 13 steps": off}
         shown = "  ".join(f"{label} {e['ms']:.1f} ms {e['peak_gb']:.1f} GB" for label, e in found.items())
         print(f"{name}: {fit} clients at once  {shown}  images differ by {off:.1e}", flush=True)
+    return out
+
+
+def kernels(count: int, most: int = 12) -> dict[str, Any]:
+    """Where the time of a fast step goes: its kernels by time, in ms and launches per step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    half = sample(0)
+    half = half._replace(**{name: getattr(half, name)[: BATCH // 2] for name in ("images", "original", "adapted")})
+    kinds: dict[str, Callable[[], object]] = {
+        "inversion": inversion(count, "bf16", True),
+        "both teachers": teachers(count, "bf16", True),
+        "both teachers of four batches": teachers(count, "bf16", True, 4),
+        "student": student("bf16", True),
+        "student, half a batch": student("bf16", True, half),
+    }
+    out: dict[str, Any] = {}
+    for name, step in kinds.items():
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(10):
+                step()
+            torch.cuda.synchronize()
+        found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        total = sum(e.self_device_time_total for e in found) / 1e4
+        top = [{"kernel": e.key[:90], "ms": e.self_device_time_total / 1e4, "launches": e.count / 10} for e in found]
+        out[name] = {"ms": milliseconds(step, 50), "summed_ms": total, "kernels": top[:most]}
+        print(
+            f"{name}: {out[name]['ms']:.2f} ms, kernels {total:.2f} ms, {sum(e['launches'] for e in top):.0f} launches"
+        )
+        for entry in top[:most]:
+            print(f"  {entry['ms']:6.3f} ms  {entry['launches']:5.1f} x  {entry['kernel']}", flush=True)
     return out
 
 
@@ -334,7 +372,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where bloodmnist.npz lies; without it no training is timed")
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--parts", default="steps,agreement,training,growth,memory", help="which, in this order")
+    parser.add_argument(
+        "--parts", default="steps,agreement,training,growth,memory", help="which, in this order; kernels too"
+    )
     given = parser.parse_args()
     rate = matrix_rate()
     print(f"bf16 matrix rate {rate / 1e12:.0f} TFLOP/s", flush=True)
@@ -347,6 +387,7 @@ def main() -> None:
         "training": lambda: five_trainings(given.data_dir, given.epochs) if given.data_dir else None,
         "growth": growth,
         "memory": in_24_gb,
+        "kernels": lambda: kernels(given.clients),
     }
     for name in given.parts.split(","):
         began = time.perf_counter()

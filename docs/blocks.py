@@ -26,6 +26,8 @@ def make(name: str, page: Path, root: Path) -> str:
         return _results(kind.removeprefix("results/"), page, root, full=rest == "full")
     if kind.startswith("costs/"):
         return _costs(kind.removeprefix("costs/"), rest, root)
+    if kind.startswith("audit/"):
+        return _audit(kind.removeprefix("audit/"), page, root)
     return MAKERS[kind](rest, page, root)
 
 
@@ -100,6 +102,31 @@ def _costs(run: str, method: str, root: Path) -> str:
     ]
     head = ("in the demo" if run == "demo" else f"in {run}", "upload per client", "reply per client")
     return table((*head, "arithmetic of all clients", "of the server", "wall time"), cells, "lrrrrr")
+
+
+def _across(names: str, page: Path, root: Path) -> str:
+    """The mean accuracy of each method in several stored runs, side by side: ``across PROTOCOL RUN RUN …``."""
+    del page
+    protocol, *runs = names.split()
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        for row in _load(run, root)["rows"]:
+            found.setdefault(row["method"], {}).setdefault(run, []).append(100 * row["accuracy"][protocol])
+    everywhere = {method: values for method, values in found.items() if len(values) == len(runs)}
+    means = {method: [sum(values[run]) / len(values[run]) for run in runs] for method, values in everywhere.items()}
+    cells = [(f"`{m}`", *(f"{v:.1f}" for v in row), f"{sum(row) / len(row):.1f}") for m, row in means.items()]
+    return table((f"{protocol} %", *runs, "mean"), cells, "l" + "r" * (len(runs) + 1))
+
+
+def _audit(run: str, page: Path, root: Path) -> str:
+    """What `fedbicross audit` measured of a stored run."""
+    from fedbicross.runs.audit import markdown
+
+    file = root / "results" / run / "audit.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
+    source = f"Raw results: [`results/{run}/audit.json`]({_link(file, page)}). Settings: {settings}."
+    return f"{markdown(found)}\n{source}"
 
 
 # --- methods ---------------------------------------------------------------------------------------------
@@ -443,4 +470,5 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/cpu": _benchmarks,
     "benchmarks/gpu": _gpu,
     "example": _example,
+    "across": _across,
 }

@@ -73,6 +73,14 @@ def test_no_local_only_row():
     assert found.kind == "unknown" and "no local_only row" in found.headline
 
 
+def test_a_head_trained_alone_is_the_bar_where_no_network_is():
+    head = row("local_head", 0.9, role="baseline")
+    found = verdict(head, row("falcon", 0.8))
+    assert found.kind == "bad" and "no method beats training alone" in found.headline
+    found = verdict(local(0.7), head, row("falcon", 0.8))
+    assert found.kind != "bad", "a whole network trained alone comes first"
+
+
 def test_only_baselines():
     assert "no method beside the baselines" in verdict(local()).headline
     found = verdict(

@@ -81,6 +81,18 @@ def test_order_of_methods_and_company_change_no_row(finished: tuple[Path, dict[s
     assert timeless({"rows": [row]}) == timeless({"rows": [other]})
 
 
+def test_without_a_network_of_its_own_a_client_is_compared_with_its_head_on_the_frozen_encoder() -> None:
+    tables = {name: {"encoder": "tiny"} for name in ("local_head", "fedcgs")}
+    tables["local_head"]["epochs_classifier"] = 1
+    rows = runner.run(tiny(methods=["fedcgs"], baselines=["local_head"], method=tables))["rows"]
+    head, other = sorted(rows, key=lambda row: row["method"] != "local_head")
+    assert head["harmed_clients"] == 0
+    assert other["harmed_clients"] == sum(
+        ours["accuracy"]["matched"] < own["accuracy"]["matched"]
+        for ours, own in zip(other["clients"], head["clients"], strict=True)
+    )
+
+
 def test_resume_of_a_finished_run_recomputes_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = shutil.copytree(finished[0], tmp_path / "copy")
     before = len((out / "events.jsonl").read_text().splitlines())

@@ -9,6 +9,13 @@ from typing import Any
 from fedbicross.evaluate import METRICS, PROTOCOLS
 
 Scores = Mapping[str, Any]
+ALONE = ("local_only", "local_head")  # training alone: a network, or a head on the frozen encoder; the first at hand
+
+
+def reference(specs: Iterable[str]) -> str | None:
+    """Which of these rows all others are measured against: what a hospital has without taking part."""
+    found = set(specs)
+    return next((name for name in ALONE if name in found), None)
 
 
 def summarise(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbicross.report import figures
 from fedbicross.report.grids import MOST
-from fedbicross.report.summary import Row, Summary, clients_of, is_local, result_rows, seeds_of
+from fedbicross.report.summary import Row, Summary, clients_of, result_rows, seeds_of, training_alone
 from fedbicross.report.text import (
     PROTOCOL_NAMES,
     PROTOCOLS,
@@ -64,7 +64,8 @@ def _architectures(clients: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def gains(results: Mapping[str, Any]) -> dict[str, Any]:
     """Gains and harms per client: strips over all seeds, matrices per seed, and the harmed by name."""
-    rows = [row for row in result_rows(results) if not is_local(row["method"])]
+    alone = training_alone(results)
+    rows = [row for row in result_rows(results) if str(row["method"]) not in alone]
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     strips = {}
     for protocol in PROTOCOLS:

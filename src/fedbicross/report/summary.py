@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedbicross.evaluate.summary import reference
 from fedbicross.report.text import PROTOCOLS, Stat, clean, get, number, sequence, stat
 
 Row = Mapping[str, Any]
@@ -51,9 +52,15 @@ class Summary:
         return not self.is_local and self.gain.mean is not None and self.gain.mean >= LEVEL
 
 
-def is_local(method: object) -> bool:
-    """Whether this is training alone, the row that every other one has to beat."""
-    return str(method).split(":")[0].replace("-", "_") == "local_only"
+def training_alone(results: Mapping[str, Any]) -> set[str]:
+    """The methods that are training alone, the row that every other one has to beat."""
+    kinds = {str(row["method"]): _kind(row["method"]) for row in result_rows(results)}
+    chosen = reference(kinds.values())
+    return {method for method, kind in kinds.items() if kind == chosen}
+
+
+def _kind(method: object) -> str:
+    return str(method).split(":")[0].replace("-", "_")
 
 
 def result_rows(results: Mapping[str, Any]) -> list[Row]:
@@ -97,17 +104,15 @@ def summarise(results: Mapping[str, Any]) -> list[Summary]:
     grouped: dict[str, list[Row]] = {}
     for row in result_rows(results):
         grouped.setdefault(str(row["method"]), []).append(row)
+    alone = training_alone(results)
     local = {
-        str(row.get("seed")): number(get(row, "accuracy", "matched"))
-        for method, rows in grouped.items()
-        if is_local(method)
-        for row in rows
+        str(row.get("seed")): number(get(row, "accuracy", "matched")) for method in alone for row in grouped[method]
     }
-    found = [_summary(method, rows, local) for method, rows in grouped.items()]
+    found = [_summary(method, rows, local, method in alone) for method, rows in grouped.items()]
     return sorted(found, key=lambda item: (not item.is_local, ROLES.get(item.role, 1)))
 
 
-def _summary(method: str, rows: list[Row], local: Mapping[str, float | None]) -> Summary:
+def _summary(method: str, rows: list[Row], local: Mapping[str, float | None], is_local: bool) -> Summary:
     judged = [row for row in rows if number(row.get("harmed_clients")) is not None and judged_clients(row)]
     helped = [value for row in rows if (value := number(row.get("helped_clients"))) is not None]
     worst = [get(row, "worst_client", "matched") for row in rows]
@@ -115,7 +120,7 @@ def _summary(method: str, rows: list[Row], local: Mapping[str, float | None]) ->
     return Summary(
         method=method,
         role=str(rows[0].get("role") or "method"),
-        is_local=is_local(method),
+        is_local=is_local,
         rows=tuple(rows),
         accuracy={protocol: stat(get(row, "accuracy", protocol) for row in rows) for protocol in PROTOCOLS},
         worst=stat(get(entry, "accuracy") for entry in worst),

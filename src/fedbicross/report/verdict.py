@@ -169,7 +169,7 @@ def _cautions(results: Mapping[str, Any], best: Summary, compared: list[Summary]
 def _unknown(local: Summary | None, candidates: list[Summary]) -> Verdict:
     if local is None:
         headline = "Whether taking part was worth it cannot be said: this run has no local_only row to compare with."
-        advice = "Add local_only to the methods: it is what a hospital has without taking part."
+        advice = "Add local_only (on a frozen encoder local_head): it is what a hospital has without taking part."
     elif not candidates:
         headline = "Nothing to judge yet: this run holds no method beside the baselines."
         advice = f"Training alone reaches {percent_sd(local.accuracy['matched'])}\u00a0% under the matched protocol."

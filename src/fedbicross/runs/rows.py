@@ -12,7 +12,7 @@ from fedbicross.bundle import pack, unpack
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context
 from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, score_client, subsets
-from fedbicross.evaluate.summary import summarise
+from fedbicross.evaluate.summary import ALONE, summarise
 from fedbicross.exchange import Client, Predictor, file_name
 from fedbicross.federation import records, round_records, travelled
 from fedbicross.methods.base import Method
@@ -82,10 +82,13 @@ def make_row(
     test: TestSet,
     owners: Mapping[str, int],
     ctx: Context,
-    local_only: Sequence[Mapping[str, Any]] | None,
+    alone: Sequence[Mapping[str, Any]] | None,
     role: str,
 ) -> dict[str, Any]:
-    """One row of results.json, without clock times, so that the same run gives the same bytes."""
+    """One row of results.json, without clock times, so that the same run gives the same bytes.
+
+    ``alone`` are the scores of training alone; none where there are none, or where this is that row.
+    """
     classes = len(ctx.task.classes)
     scores = []
     for client in clients:
@@ -94,12 +97,11 @@ def make_row(
         )
         scores.append({"client": client.name, "model": ctx.model_of(client), **score, **_travel(method, client, ctx)})
     kept = records(ctx, [client.name for client in clients], method.rounds)
-    reference = scores if spec == "local_only" else local_only
     return {
         "method": spec,
         "seed": ctx.seed,
         "role": role,
-        **summarise(scores, [len(client.labels) for client in clients], reference),
+        **summarise(scores, [len(client.labels) for client in clients], alone or (scores if spec in ALONE else None)),
         "num_clients": len(clients),
         "upload_bytes": sum(score["upload_bytes"] for score in scores),
         "reply_bytes": sum(score["reply_bytes"] for score in scores),

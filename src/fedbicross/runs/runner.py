@@ -22,6 +22,7 @@ from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Ta
 from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
+from fedbicross.evaluate.summary import reference
 from fedbicross.exchange import Client
 from fedbicross.federation import records, simulate
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
@@ -238,7 +239,8 @@ def _one_seed(
     rows: list[dict[str, Any]] = []
     local_scores = None
     # Training alone comes first: every other row is measured against it.
-    order = sorted(config.all_methods(), key=lambda spec: spec != "local_only")
+    alone = reference(config.all_methods())
+    order = sorted(config.all_methods(), key=lambda spec: spec != alone)
     for spec in order:
         method = config.build(spec)
         ctx = Context(
@@ -268,7 +270,7 @@ def _one_seed(
             store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
         else:
             row = json.loads(saved)
-        if spec == "local_only":
+        if spec == alone:
             local_scores = row["clients"]
         kept = records(ctx, [client.name for client in clients], method.rounds)
         stages = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)

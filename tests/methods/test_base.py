@@ -33,3 +33,24 @@ def test_clients_of_other_architectures_are_refused_in_words_where_a_method_cann
     assert mixed_models_problem(create("ensemble"), ["resnet8", "wrn16_2"], "resnet8") == ""
     assert mixed_models_problem(create("fedavg"), ["resnet8", "resnet8"], "resnet8") == ""
     assert "wrn16_2" in mixed_models_problem(create("fedavg"), ["resnet8", "wrn16_2"], "resnet8")
+
+
+@pytest.mark.parametrize("spec", ["fedavg:multi_round", "e_fedisca:two_shots", "falcon", "fedpft", "fedcgs", "fedlmg"])
+def test_words_that_a_method_would_not_read_are_refused_whatever_else_it_says(spec: str) -> None:
+    method = create(spec)
+    spoken = dict.fromkeys(method.extra_keys, 1)
+    upload = Upload("a", tiny_context().task, extra={**spoken, "name of the patient": "x"})
+    with pytest.raises(UploadError, match="name of the patient") as caught:
+        method.check_upload(upload)
+    assert caught.value.code == "manifest"
+    method.check_extra(Upload("a", tiny_context().task, extra=spoken))
+
+
+@pytest.mark.parametrize("number", [0, 101, "1", 1.0, True, None])
+def test_a_round_that_does_not_exist_is_refused(number: object) -> None:
+    method, ctx = create("fedavg:multi_round"), tiny_context()
+    state = ctx.new_model(ctx.torch_rng("x")).state_dict()
+    state = {k: torch.ones_like(v) if k.endswith("num_batches_tracked") else v for k, v in state.items()}
+    method.check_upload(Upload("a", ctx.task, state, num_samples=3, extra={"round": 2}))
+    with pytest.raises(UploadError, match="there is no round"):
+        method.check_upload(Upload("a", ctx.task, state, num_samples=3, extra={"round": number}))

@@ -155,7 +155,7 @@ def test_bad_uploads_are_refused_by_name(uploads: list[Upload]) -> None:
         (changed(good, sequences=sequences[1:]), "tensor_shape"),
         (changed(good, sequences=sequences.half()), "tensor_shape"),
         (changed(good, labels=labels.int()), "tensor_shape"),
-        (changed(good, sequences=nan), "not_finite"),
+        (changed(good, sequences=nan), "non_finite"),
         (changed(good, labels=labels + 2), "falcon_labels"),
         (changed(good, labels=labels - 1), "falcon_labels"),
         (changed(good, **empty), "falcon_labels"),

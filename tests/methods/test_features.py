@@ -201,7 +201,7 @@ def test_tensors_of_an_upload_are_exactly_those_declared() -> None:
         ({**good, "a": torch.zeros(3, 2)}, "tensor_shape"),
         ({**good, "a": torch.zeros(2, 3, dtype=torch.float64)}, "tensor_shape"),
         ({**good, "n": torch.zeros(2)}, "tensor_shape"),
-        ({**good, "a": torch.full((2, 3), float("inf"))}, "not_finite"),
+        ({**good, "a": torch.full((2, 3), float("inf"))}, "non_finite"),
     ):
         with pytest.raises(UploadError) as caught:
             check_tensors(Upload("c", task, bad), expected, whole=("n",))

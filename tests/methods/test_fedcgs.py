@@ -131,7 +131,7 @@ def broken(upload: Upload, name: str, value: torch.Tensor) -> Upload:
         ("tensor_shape", lambda u: broken(u, "gram", u.tensors["gram"][:-1])),
         ("tensor_shape", lambda u: broken(u, "class_sums", u.tensors["class_sums"][:2])),
         ("tensor_shape", lambda u: broken(u, "class_sums", torch.zeros(3, 0, dtype=torch.float64))),
-        ("not_finite", lambda u: broken(u, "class_sums", u.tensors["class_sums"] * float("nan"))),
+        ("non_finite", lambda u: broken(u, "class_sums", u.tensors["class_sums"] * float("nan"))),
         ("bad_counts", lambda u: replace(u, class_counts=None)),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2])),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2, -3])),

@@ -97,13 +97,12 @@ def test_what_is_no_network_is_refused() -> None:
     method.check_upload(upload)
     variance = next(name for name in upload.tensors if name.endswith("running_var"))
     cases = {
-        "tensor_names": [
-            broken(upload, "images", torch.zeros(2)),
-            broken(upload, "head.bias", torch.zeros(7)),
-            broken(upload, "head.bias", torch.zeros(3, dtype=torch.float64)),
-        ],
-        "not_finite": [broken(upload, "head.bias", torch.full((3,), float("inf")))],
-        "bad_statistics": [broken(upload, variance, -upload.tensors[variance] - 1)],
+        "extra_tensor": [broken(upload, "images", torch.zeros(2))],
+        "class_count": [broken(upload, "head.bias", torch.zeros(7))],
+        "tensor_dtype": [broken(upload, "head.bias", torch.zeros(3, dtype=torch.float64))],
+        "non_finite": [broken(upload, "head.bias", torch.full((3,), float("inf")))],
+        "variance": [broken(upload, variance, -upload.tensors[variance] - 1)],
+        "manifest": [replace(upload, extra={"k": 1})],
     }
     for code, uploads in cases.items():
         for bad in uploads:

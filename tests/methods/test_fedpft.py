@@ -162,7 +162,7 @@ def tensor(upload: Upload, name: str) -> torch.Tensor:
         ("tensor_shape", lambda u: broken(u, "weights", tensor(u, "weights")[:-1])),
         ("tensor_shape", lambda u: broken(u, "means", torch.zeros(1000, 4))),
         ("tensor_shape", lambda u: broken(u, "means", torch.zeros(3, 0))),
-        ("not_finite", lambda u: broken(u, "means", tensor(u, "means") / 0)),
+        ("non_finite", lambda u: broken(u, "means", tensor(u, "means") / 0)),
         ("bad_scale", lambda u: broken(u, "scales", -tensor(u, "scales"))),
         ("bad_scale", lambda u: broken(u, "scales", 0 * tensor(u, "scales"))),
         ("bad_weights", lambda u: broken(u, "weights", tensor(u, "weights") * 2)),

@@ -193,7 +193,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, 
 
 @each
 @pytest.mark.parametrize(
-    ("key", "value", "code"), [("weight", float("nan"), "not_finite"), ("running_var", -1.0, "bad_statistics")]
+    ("key", "value", "code"), [("weight", float("nan"), "non_finite"), ("running_var", -1.0, "bad_statistics")]
 )
 def test_damaged_weights_are_refused_by_name(
     name: str, key: str, value: float, code: str, uploads: list[Upload]

@@ -156,8 +156,8 @@ def damaged(upload: Upload, key: str, value: float) -> Upload:
 @pytest.mark.parametrize(
     ("key", "value", "code"),
     [
-        ("weight", float("nan"), "not_finite"),
-        ("running_mean", float("inf"), "not_finite"),
+        ("weight", float("nan"), "non_finite"),
+        ("running_mean", float("inf"), "non_finite"),
         ("running_var", -1.0, "bad_statistics"),
     ],
 )

@@ -33,9 +33,9 @@ def test_networks_of_any_architecture_keep_their_order():
 @pytest.mark.parametrize(
     ("key", "value", "code"),
     [
-        ("head.weight", float("nan"), "not_finite"),
-        ("head.bias", float("-inf"), "not_finite"),
-        ("running_var", float("nan"), "not_finite"),
+        ("head.weight", float("nan"), "non_finite"),
+        ("head.bias", float("-inf"), "non_finite"),
+        ("running_var", float("nan"), "non_finite"),
         ("running_var", -1e-6, "bad_statistics"),
     ],
 )

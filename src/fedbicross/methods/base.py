@@ -52,6 +52,11 @@ class Method(ABC, Generic[ConfigT]):
         return 1
 
     @property
+    def extra_keys(self) -> frozenset[str]:
+        """What an upload may say in ``extra``."""
+        return frozenset()
+
+    @property
     def refuses_mixed_models(self) -> str:
         """Why every client must have the server's architecture, in words; empty where clients may bring their own."""
         return f"{self.name} does not say that it can"
@@ -79,13 +84,18 @@ class Method(ABC, Generic[ConfigT]):
         Override it where an upload holds anything but one network of the task's architecture.
         """
         task = upload.task
-        if upload.extra and self.rounds == 1:
-            raise UploadError("manifest", f"{self.name} takes no 'extra', but the upload says {list(upload.extra)[:3]}")
+        self.check_extra(upload)
         validate.check_class_counts(upload.class_counts, len(task.classes), upload.num_samples)
         if "weights" in self.needs:
             validate.check_model_state(upload.tensors, task.model, task.channels, len(task.classes), task.image_size)
         elif upload.tensors:
             raise UploadError("extra_tensor", f"{self.name} takes no tensors, but the upload holds some")
+
+    def check_extra(self, upload: Upload) -> None:
+        """Refuse words in the manifest that this method would not read."""
+        unknown = [str(key)[:32] for key in upload.extra if key not in self.extra_keys]
+        if unknown:
+            raise UploadError("manifest", f"{self.name} takes no {unknown[:3]} in 'extra'")
 
 
 def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:

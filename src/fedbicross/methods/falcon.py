@@ -119,6 +119,7 @@ class Falcon(FeatureMethod[FalconConfig]):
     """One global classifier on frozen features, from synthetic token sequences."""
 
     name = "falcon"
+    says = ("dim", "tokens", "form")
     summary = "synthetic token sequences of a frozen encoder, distilled into one classifier (AAAI 2026)"
     Config = FalconConfig
     variants = {
@@ -241,6 +242,7 @@ class Falcon(FeatureMethod[FalconConfig]):
 
     def check_upload(self, upload: Upload) -> None:
         """Refuse an upload that holds anything but the declared tensors, in their shapes, finite."""
+        self.check_extra(upload)
         extra, classes = upload.extra, len(upload.task.classes)
         dim, length, form = extra.get("dim"), extra.get("tokens"), extra.get("form")
         if not (isinstance(dim, int) and isinstance(length, int) and form in ("sequences", "generator")):
@@ -335,7 +337,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         ctx.record.flops += generator.sampling_flops * len(labels)
         made = generator.draw(labels, ctx.torch_rng("falcon", upload.client, "sampling", device=ctx.device))
         if not bool(torch.isfinite(made).all()):
-            raise UploadError("not_finite", f"{upload.client!r}: its generator makes values that are not finite")
+            raise UploadError("non_finite", f"{upload.client!r}: its generator makes values that are not finite")
         return made, labels
 
     # --- at the client again -------------------------------------------------------------------------

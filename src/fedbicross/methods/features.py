@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -70,6 +70,13 @@ EncoderT = TypeVar("EncoderT", bound=EncoderConfig)
 
 class FeatureMethod(Method[EncoderT]):
     """A method that works on the features of a frozen encoder."""
+
+    says: ClassVar[tuple[str, ...]] = ()  # what an upload says in ``extra`` beside the encoder
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """Which encoder made the features, and what the method adds."""
+        return frozenset({"encoder", *self.says})
 
     @property
     def uses_local_models(self) -> bool:
@@ -356,7 +363,7 @@ def check_tensors(upload: Upload, expected: Mapping[str, tuple[int, ...]], whole
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UploadError("tensor_shape", f"{who}: tensor {name!r} is {found}, expected shape {shape}")
         if name not in whole and not bool(torch.isfinite(tensor).all()):
-            raise UploadError("not_finite", f"{who}: tensor {name!r} holds values that are not finite")
+            raise UploadError("non_finite", f"{who}: tensor {name!r} holds values that are not finite")
 
 
 def take_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

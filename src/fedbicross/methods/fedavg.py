@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from fedbicross.context import Context
-from fedbicross.errors import MethodError
+from fedbicross.errors import MethodError, UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
@@ -75,6 +75,18 @@ class FedAvg(Method[FedAvgConfig]):
         """What leaves the hospital."""
         size = " and its number of training images" if self.config.weighting == "size" else ""
         return f"The trained network{size}" + (f", {self.rounds} times." if self.rounds > 1 else ".")
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the round."""
+        return frozenset({"round"} if self.rounds > 1 else ())
+
+    def check_upload(self, upload: Upload) -> None:
+        """A network, and a number of a round that exists."""
+        super().check_upload(upload)
+        number = upload.extra.get("round", 1)
+        if type(number) is not int or not 1 <= number <= self.rounds:
+            raise UploadError("manifest", f"{upload.client!r}: there is no round {str(number)[:32]!r}")
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The network after local training, from the last average if there is one."""

@@ -97,6 +97,7 @@ class FedCGS(PooledMethod[FedCGSConfig]):
         """Sums that some images could have: the right shapes, finite, and within the bounds that squares obey."""
         import torch
 
+        self.check_extra(upload)
         check_tensors(upload, {"class_sums": (torch.float64, 2), "gram": (torch.float64, 1)})
         counts = torch.tensor(check_counts(upload), dtype=torch.float64)
         sums = upload.tensors["class_sums"]

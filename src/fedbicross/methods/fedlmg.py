@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from fedbicross import models, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
-from fedbicross.errors import MethodError, UploadError, nearest
+from fedbicross.errors import MethodError, nearest
 from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.synthesis import image_shape, new_student
@@ -102,21 +102,6 @@ class FedLMG(Method[FedLMGConfig]):
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network."""
         return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state)
-
-    def check_upload(self, upload: Upload) -> None:
-        """A network of the task's architecture: known names and shapes, finite, no negative variance."""
-        import torch
-
-        task = upload.task
-        model = models.build(task.model, task.channels, len(task.classes), task.image_size)
-        expected = {name: (value.dtype, value.shape) for name, value in model.state_dict().items()}
-        if {name: (value.dtype, value.shape) for name, value in upload.tensors.items()} != expected:
-            raise UploadError("tensor_names", f"{upload.client!r} did not send the tensors of a {task.model}")
-        for name, value in upload.tensors.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise UploadError("not_finite", f"{upload.client!r} sent NaN or infinite values in {name!r}")
-            if name.endswith("running_var") and bool((value < 0).any()):
-                raise UploadError("bad_statistics", f"{upload.client!r} sent a negative variance in {name!r}")
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""

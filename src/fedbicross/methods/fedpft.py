@@ -62,6 +62,7 @@ class FedPFT(PooledMethod[FedPFTConfig]):
     """One linear head for everyone, trained on features that no patient has."""
 
     name = "fedpft"
+    says = ("covariance",)
     summary = "linear head on features sampled from the clients' Gaussian mixtures (TMLR 2025)"
     Config = FedPFTConfig
     variants = {
@@ -141,6 +142,7 @@ class FedPFT(PooledMethod[FedPFTConfig]):
         """Mixtures only: known names and shapes, finite, positive spreads, weights that sum to 1, counts to match."""
         import torch
 
+        self.check_extra(upload)
         if not upload.tensors:
             if any(check_counts(upload)):
                 raise UploadError("bad_counts", f"{upload.client!r} counts images but sent no mixture")

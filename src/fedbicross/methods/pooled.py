@@ -81,7 +81,7 @@ def check_tensors(upload: Upload, expected: Mapping[str, tuple[torch.dtype, int]
             found = f"{tensor.dtype} with {tensor.ndim} axes"
             raise UploadError("tensor_type", f"{upload.client!r}: {name} is {found}, not {dtype} with {axes}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise UploadError("not_finite", f"{upload.client!r} sent NaN or infinite values in {name!r}")
+            raise UploadError("non_finite", f"{upload.client!r} sent NaN or infinite values in {name!r}")
 
 
 def check_shape(upload: Upload, name: str, shape: tuple[int, ...]) -> None:

@@ -55,6 +55,11 @@ class MultiShotMethod(GlobalStudentMethod[ShotsT]):
         """With one shot nothing; with several the student's weights must fit into every client."""
         return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
 
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the shot."""
+        return frozenset({"shot"} if self.rounds > 1 else ())
+
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The network, trained by the run's recipe: at first from its initialisation, then from the last student."""
         if self.rounds == 1:

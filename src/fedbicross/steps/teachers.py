@@ -45,7 +45,7 @@ def check_state(name: str, state: Mapping[str, Tensor]) -> None:
     """Weights must be finite and batch-normalisation variances must not be negative."""
     for key, value in state.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise MethodError("not_finite", f"{name!r} sent NaN or infinite values in {key!r}")
+            raise MethodError("non_finite", f"{name!r} sent NaN or infinite values in {key!r}")
         if key.endswith("running_var") and bool((value < 0).any()):
             raise MethodError("bad_statistics", f"{name!r} sent a negative variance in {key!r}")
 

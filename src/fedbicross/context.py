@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fedbicross import seeds
@@ -393,26 +394,32 @@ class Context:
 
     def features(self, source: _HasImages | np.ndarray, spec: EncoderSpec) -> Tensor:
         """Tokens [n, 1 + L, dim] of a client's images (or of any uint8 images), shared by the content of each image."""
-        from fedbicross.engine.tokens import token_sequences
+        from fedbicross.engine.tokens import boxes, token_sequences
         from fedbicross.models.encoders import load_encoder
 
         images = source.images if isinstance(source, _HasImages) else source
         label = source.label if isinstance(source, _HasImages) else "images"
-        began = time.perf_counter()
+        times = [time.perf_counter()]
         update = self.progress.start(f"encoding {label}", 1)
-        tokens = token_sequences(
-            images, spec, self.device, self.store, lambda done, total: update(done // total, f"view {done} of {total}")
-        )
+
+        def on_view(done: int, total: int) -> None:
+            times.append(time.perf_counter())
+            update(done // total, f"view {done} of {total}")
+
+        tokens = token_sequences(images, spec, self.device, self.store, on_view)
         encoder = load_encoder(spec.name, self.device, spec.size)
         self.record.flops += encoder.flops * tokens.shape[0] * tokens.shape[1]
-        if isinstance(source, _HasImages):  # like local training: every method that uses it is charged in full
-            parts = {"data": source.digest, "encoder": spec.as_json(), "digest": encoder.digest, "device": self.device}
-            key = "features-" + hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
-            if key not in self.record.local_models:
-                self.record.local_models.append(key)
-            seconds = time.perf_counter() - began
-            self.training_seconds += seconds
-            self.event(event="encoded", key=key, client=source.name, seconds=seconds)
+        if isinstance(source, _HasImages):  # like local training: every method that uses a view is charged in full
+            parts = {"data": source.digest, "encoder": spec.name, "size": encoder.size, "digest": encoder.digest}
+            for box, (start, end) in zip(
+                boxes(images.shape[1], spec.window, spec.stride), pairwise(times), strict=True
+            ):
+                place = {**parts, "box": list(box), "device": self.device}
+                key = "features-" + hashlib.sha256(canonical_json(place).encode()).hexdigest()[:32]
+                if key not in self.record.local_models:
+                    self.record.local_models.append(key)
+                self.event(event="encoded", key=key, client=source.name, seconds=end - start)
+            self.training_seconds += times[-1] - times[0]
         return tokens
 
     def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:

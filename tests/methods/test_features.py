@@ -167,7 +167,9 @@ def test_features_are_shared_timed_once_and_charged_to_all() -> None:
     assert torch.equal(first[:3], ctx.features(client.images[:3], spec))
     assert len(ctx.store._names) == files  # type: ignore[attr-defined]
     keys = [event["key"] for event in events if event["event"] == "encoded"]
-    assert len(keys) == 2 and len(set(keys)) == 1 and ctx.record.local_models == keys[:1]
+    assert len(keys) == 10 and len(set(keys)) == 5 and ctx.record.local_models == keys[:5]
+    ctx.features(client, EncoderSpec("tiny", 28, None, None))  # a method without windows pays for the whole image
+    assert events[-1]["key"] == keys[0] and len(ctx.store._names) == files  # type: ignore[attr-defined]
 
 
 def test_split_is_the_same_for_all_and_whole_patients_stay_together() -> None:

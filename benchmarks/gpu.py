@@ -254,11 +254,13 @@ def in_24_gb() -> dict[str, Any]:
             clear()
             share = 1.0 if at_once is None else 24e9 / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(share)
-            run = start_inversion(count, "bf16", True, batch, size, at_once)
-            found[label] = measure(run.step, 10)
-            images.append(run.images)
-            del run
-        torch.cuda.set_per_process_memory_fraction(1.0)
+            try:
+                run = start_inversion(count, "bf16", True, batch, size, at_once)
+                found[label] = measure(run.step, 10)
+                images.append(run.images)
+                del run
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
         off = float((images[1] - images[0]).norm() / images[0].norm())
         out[name] = {**found, "clients at once": fit, "relative difference after 13 steps": off}
         shown = "  ".join(f"{label} {e['ms']:.1f} ms {e['peak_gb']:.1f} GB" for label, e in found.items())
@@ -352,7 +354,8 @@ def five_trainings(folder: Path, epochs: int) -> dict[str, float]:
     warm = seconds(1, "fp32", False)
     slow = seconds(few, "fp32", False)
     fast = seconds(epochs, "bf16", True)  # compilation and recording included
-    again = seconds(epochs // 5, "bf16", True) * 5
+    fewer = max(1, epochs // 5)
+    again = seconds(fewer, "bf16", True) * epochs / fewer
     scale = epochs / few
     return {
         "epochs": epochs,
@@ -360,7 +363,7 @@ def five_trainings(folder: Path, epochs: int) -> dict[str, float]:
         "eager_fp32_measured_epochs": few,
         "fast_s": fast,
         "fast_compiled_before_s": again,
-        "fast_measured_epochs": epochs // 5,
+        "fast_measured_epochs": fewer,
         "ratio": slow * scale / fast,
         "first_epoch_s": warm,
     }
@@ -384,20 +387,25 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "steps": lambda: steps_table(given.clients, rate),
         "agreement": lambda: agreement(given.clients),
-        "training": lambda: five_trainings(given.data_dir, given.epochs) if given.data_dir else None,
+        "training": lambda: five_trainings(given.data_dir, given.epochs),
         "growth": growth,
         "memory": in_24_gb,
         "kernels": lambda: kernels(given.clients),
     }
-    for name in given.parts.split(","):
+    chosen = given.parts.split(",")
+    unknown = set(chosen) - set(parts)
+    if unknown:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; known: {', '.join(parts)}")
+    for name in chosen:
+        if name == "training" and given.data_dir is None:
+            continue
         began = time.perf_counter()
         try:
             result[name] = parts[name]()
+            result["versions"] = versions("cuda")
         except Exception:  # time on such a machine is dear: the other parts are still worth having
             traceback.print_exc()
-            result[name] = None
         clear()
-        result["versions"] = versions("cuda")
         given.out.write_text(json.dumps(result, indent=1, allow_nan=False))  # what is done is kept
         print(f"-- {name}: {time.perf_counter() - began:.0f} s", flush=True)
     print({name: result.get(name) for name in ("agreement", "training")})

@@ -106,16 +106,17 @@ def _costs(run: str, method: str, root: Path) -> str:
 
 def _across(names: str, page: Path, root: Path) -> str:
     """The mean accuracy of each method in several stored runs, side by side: ``across PROTOCOL RUN RUN …``."""
-    del page
     protocol, *runs = names.split()
+    links = [f"[{run}]({_link(root / 'results' / run / 'results.json', page)})" for run in runs]
     found: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         for row in _load(run, root)["rows"]:
-            found.setdefault(row["method"], {}).setdefault(run, []).append(100 * row["accuracy"][protocol])
+            if row["accuracy"][protocol] is not None:
+                found.setdefault(row["method"], {}).setdefault(run, []).append(100 * row["accuracy"][protocol])
     everywhere = {method: values for method, values in found.items() if len(values) == len(runs)}
     means = {method: [sum(values[run]) / len(values[run]) for run in runs] for method, values in everywhere.items()}
     cells = [(f"`{m}`", *(f"{v:.1f}" for v in row), f"{sum(row) / len(row):.1f}") for m, row in means.items()]
-    return table((f"{protocol} %", *runs, "mean"), cells, "l" + "r" * (len(runs) + 1))
+    return table((f"{protocol} %", *links, "mean"), cells, "l" + "r" * (len(runs) + 1))
 
 
 def _audit(run: str, page: Path, root: Path) -> str:

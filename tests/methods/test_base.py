@@ -38,7 +38,7 @@ def test_clients_of_other_architectures_are_refused_in_words_where_a_method_cann
 @pytest.mark.parametrize("spec", ["fedavg:multi_round", "e_fedisca:two_shots", "falcon", "fedpft", "fedcgs", "fedlmg"])
 def test_words_that_a_method_would_not_read_are_refused_whatever_else_it_says(spec: str) -> None:
     method = create(spec)
-    spoken = dict.fromkeys(method.extra_keys, 1)
+    spoken: dict[str, object] = {key: {} if key == "encoder" else 1 for key in method.extra_keys}
     upload = Upload("a", tiny_context().task, extra={**spoken, "name of the patient": "x"})
     with pytest.raises(UploadError, match="name of the patient") as caught:
         method.check_upload(upload)
@@ -54,3 +54,15 @@ def test_a_round_that_does_not_exist_is_refused(number: object) -> None:
     method.check_upload(Upload("a", ctx.task, state, num_samples=3, extra={"round": 2}))
     with pytest.raises(UploadError, match="there is no round"):
         method.check_upload(Upload("a", ctx.task, state, num_samples=3, extra={"round": number}))
+
+
+def test_what_methods_on_features_say_must_make_sense() -> None:
+    task = tiny_context().task
+    for spec, extra, code in (
+        ("local_head", {"encoder": {}}, "manifest"),
+        ("fedpft", {"covariance": {"any": "thing"}}, "manifest"),
+        ("fedpft", {"encoder": "text"}, "encoder_mismatch"),
+    ):
+        with pytest.raises(UploadError) as caught:
+            create(spec).check_upload(Upload("a", task, class_counts=[0, 0, 0], extra=extra))
+        assert caught.value.code == code

@@ -104,7 +104,7 @@ def test_page_has_every_section(make_results):
         "0f0f0f",
     ):
         assert expected in text
-    assert "loses to local-only by" in text and "harms 5 of 5 clients" in text
+    assert "loses to training alone by" in text and "harms 5 of 5 clients" in text
 
 
 def test_same_input_same_bytes(make_results):

@@ -36,7 +36,7 @@ Statistics = list[LayerStatistics]
 _Mode = Literal["stored", "match", "batch", "both", "measure", "given", "features"]
 
 _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
-"""Compiled passes, one per architecture, mode and precision, shared by all ensembles of the process."""
+"""Compiled passes, one per architecture, mode, number of batches and precision, shared by all ensembles."""
 
 
 class _Pass:

@@ -19,16 +19,16 @@ def reference(specs: Iterable[str]) -> str | None:
 
 
 def summarise(
-    client_scores: Sequence[Scores], num_samples: Sequence[int], local_only: Sequence[Scores] | None
+    client_scores: Sequence[Scores], num_samples: Sequence[int], alone: Sequence[Scores] | None
 ) -> dict[str, Any]:
     """One method under one seed: means over clients, the worst client, and whom the method harms.
 
     ``client_scores`` come from ``score_client`` plus the key ``client`` (name); ``num_samples`` are the training images
-    of each, in the same order; ``local_only`` are the scores of the clients' own models, matched by name.
+    of each, in the same order; ``alone`` are the scores of the clients' own models, matched by name.
     """
     if len(client_scores) != len(num_samples):
         raise ValueError(f"{len(client_scores)} clients but {len(num_samples)} sample counts")
-    own = None if local_only is None else _by_name(local_only)
+    own = None if alone is None else _by_name(alone)
     clients = [_against_local(scores, own) for scores in client_scores]
     harmed = [client["harmed"] for client in clients]
     gains = [client["gain_over_local"]["matched"] for client in clients]
@@ -95,7 +95,7 @@ def _by_name(scores: Sequence[Scores]) -> dict[str, Scores]:
 def _against_local(scores: Scores, own: Mapping[str, Scores] | None) -> dict[str, Any]:
     """The client's scores with its gain over its own model; None where either side is undefined."""
     if own is not None and scores["client"] not in own:
-        raise ValueError(f"no local-only scores of client {scores['client']!r}")
+        raise ValueError(f"no scores of training alone for client {scores['client']!r}")
     gain = {
         protocol: None
         if own is None

@@ -78,6 +78,12 @@ class FeatureMethod(Method[EncoderT]):
         """Which encoder made the features, and what the method adds."""
         return frozenset({"encoder", *self.says})
 
+    def check_extra(self, upload: Upload) -> None:
+        """An encoder is described by a table; nothing else may stand there."""
+        super().check_extra(upload)
+        if not isinstance(upload.extra.get("encoder", {}), Mapping):
+            raise UploadError("encoder_mismatch", f"{upload.client!r}: 'encoder' describes none")
+
     @property
     def uses_local_models(self) -> bool:
         """None: it works on features."""
@@ -277,7 +283,7 @@ class Fit:
 def make_optimiser(
     kind: Literal["adam", "adamw", "sgd"], module: nn.Module, lr: float, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """One pass over each weight where the device can (``fused``): a sixth of a small head's step on a CPU."""
+    """One pass over each weight where the device can (``fused``): it saves a sixth of a small head's step on a CPU."""
     import torch
 
     parameters = list(module.parameters())

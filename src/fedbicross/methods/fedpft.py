@@ -143,6 +143,8 @@ class FedPFT(PooledMethod[FedPFTConfig]):
         import torch
 
         self.check_extra(upload)
+        if upload.extra.get("covariance", self.config.covariance) != self.config.covariance:
+            raise UploadError("manifest", f"{upload.client!r} sent mixtures with another covariance than agreed on")
         if not upload.tensors:
             if any(check_counts(upload)):
                 raise UploadError("bad_counts", f"{upload.client!r} counts images but sent no mixture")

@@ -20,6 +20,11 @@ class LocalHead(FeatureMethod[HeadConfig]):
     quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
 
     @property
+    def extra_keys(self) -> frozenset[str]:
+        """Nothing leaves."""
+        return frozenset()
+
+    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         return "Nothing."

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedbicross.evaluate.summary import ALONE
 from fedbicross.report.summary import Summary, local_summary, seeds_of
 from fedbicross.report.text import count, percent, percent_sd, points, short
 
@@ -40,24 +41,26 @@ def row_verdict(item: Summary) -> list[str]:
         return ["the reference: training alone"]
     words = [UPPER_BOUND] if item.role == "upper_bound" else []
     if item.loses:
-        words.append(f"loses to local-only by {points(-(item.gain.mean or 0)).lstrip('+')} points")
+        words.append(f"loses to training alone by {points(-(item.gain.mean or 0)).lstrip('+')} points")
     elif item.beats:
-        words.append(f"beats local-only by {points(item.gain.mean).lstrip('+')} points")
+        words.append(f"beats training alone by {points(item.gain.mean).lstrip('+')} points")
     elif item.gain.mean is not None:
-        words.append("level with local-only")
+        words.append("level with training alone")
     harm = harm_words(item)
     if harm and item.role != "upper_bound":
         words.append(harm)
-    return words or ["not compared: no local-only result"]
+    return words or ["not compared: nobody trained alone"]
 
 
 def candidates_of(summaries: list[Summary]) -> tuple[list[Summary], str]:
     """What is being judged: the methods or, in a run of baselines only, the baselines that share something."""
-    methods = [item for item in summaries if item.role not in ("baseline", "upper_bound") and not item.is_local]
+    sharing = [
+        item for item in summaries if item.method.split(":")[0] not in ("majority", *ALONE) and not item.is_local
+    ]
+    methods = [item for item in sharing if item.role not in ("baseline", "upper_bound")]
     if methods:
         return methods, "method"
-    baselines = [item for item in summaries if item.role == "baseline" and not item.is_local]
-    return [item for item in baselines if item.method.split(":")[0] != "majority"], "baseline"
+    return [item for item in sharing if item.role == "baseline"], "baseline"
 
 
 def judge(results: Mapping[str, Any], summaries: list[Summary]) -> Verdict:
@@ -174,6 +177,6 @@ def _unknown(local: Summary | None, candidates: list[Summary]) -> Verdict:
         headline = "Nothing to judge yet: this run holds no method beside the baselines."
         advice = f"Training alone reaches {percent_sd(local.accuracy['matched'])}\u00a0% under the matched protocol."
     else:
-        headline = "Whether taking part was worth it cannot be said: no method shares a matched result with local_only."
+        headline = "Whether taking part was worth it cannot be said: no method shares a matched result with it."
         advice = "The matched protocol needs test images in the classes that the clients train on."
     return Verdict("unknown", "Cannot be judged", headline, (advice,), (), None)

@@ -33,7 +33,7 @@ from fedbicross.runs.store import RunFolder
 from fedbicross.settings import parse
 
 SCHEMA = 1
-BASELINES = ("majority", "local_only", "ensemble")
+BASELINES = ("majority", "local_only", "local_head", "ensemble")
 
 
 @dataclass

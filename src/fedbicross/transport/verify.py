@@ -19,6 +19,7 @@ def verify_upload(federation: FederationFile, data: bytes) -> Upload:
     upload = open_upload(federation, data)
     method = federation.build()
     check_needs(method, [upload])
+    method.check_extra(upload)  # whatever a method's own check forgets
     method.check_upload(upload)
     if not counts_agree(federation.class_counts, upload):
         raise UploadError(

@@ -11,7 +11,6 @@ import fedbicross
 from fedbicross.bundle import keys
 from fedbicross.context import Context
 from fedbicross.exchange import Client
-from fedbicross.federation import simulate
 from fedbicross.transport import files
 
 count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -51,7 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
     for name, reply in files.fuse_uploads(federation, sent, root / "server" / "work", own_key["server"]).items():
         (post / f"{name}.reply.safetensors").write_bytes(reply)
 
-    simulated = simulate(federation.build(), hospitals, Context(federation.task, federation.training))
+    simulated = fedbicross.simulate(federation.build(), hospitals, Context(federation.task, federation.training))
     for hospital in hospitals:  # at each hospital again: verify the reply, make the own model
         reply = (post / f"{hospital.name}.reply.safetensors").read_bytes()
         model = files.personalize(federation, hospital, reply, root / hospital.name / "work")

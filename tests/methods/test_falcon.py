@@ -20,7 +20,7 @@ from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.falcon import Falcon
-from fedbicross.methods.features import seeded, take_prefix
+from fedbicross.methods.features import seeded, split_rows, take_prefix
 from fedbicross.steps.tokens import exact_copies, nearest_cosine
 from small import TINY_METHODS, tiny_clients, tiny_context
 
@@ -388,6 +388,23 @@ def test_it_learns_something_that_no_client_knows_alone(scheme: str) -> None:
     accuracy = (made["client-0"].probabilities(test.images).argmax(1) == test.labels).mean()
     assert accuracy > 0.85
     assert len({predictor.pack() for predictor in made.values()}) == 1
+
+
+def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
+    """A generator trained for long knows its few images; the epoch kept is the likeliest on images it never saw."""
+    client, ctx = tiny_clients(1, per_client=60)[0], tiny_context(validation=0.3)
+    found = {}
+    for spec in ("falcon", "falcon:held_out"):
+        made = method(spec, epochs_generator=60, lr_generator=1e-2)
+        tokens = made.config.tokens(client, ctx)
+        rows, held_out = split_rows(client, ctx)
+        generator, labels = made._generator(client, tokens, ctx), torch.from_numpy(client.labels)
+        with torch.no_grad():
+            found[spec] = [float(generator.nll(tokens[part], labels[part]).mean()) for part in (rows, held_out)]
+    assert found["falcon:held_out"][1] < found["falcon"][1], "better on images that it did not see"
+    assert found["falcon:held_out"][0] > found["falcon"][0], "and not because it was trained longer"
+    alone = replace(client, images=client.images[:1], labels=client.labels[:1])
+    assert method("falcon:held_out").upload(alone, ctx).tensors, "without validation images: the last epoch"
 
 
 def test_personal_heads_are_mixed_by_validation_only() -> None:

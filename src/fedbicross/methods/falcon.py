@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Settings on which the generator depends: variants that agree in them share it.
 GENERATOR = (
     *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
-    *("epochs_generator", "lr_generator", "decay_generator", "patience", "clip", "batch"),
+    *("epochs_generator", "lr_generator", "decay_generator", "generator_epoch", "patience", "clip", "batch"),
 )
 MOST_BYTES = 8 * 2**30  # of sequences that a server makes from one generator
 MOST_FEATURES, MOST_TOKENS = 65_536, 16_384  # of an upload; before anything is built
@@ -65,6 +65,9 @@ class FalconConfig(HeadConfig):
     epochs_generator: int = Field(400, ge=1, description="of the generator (paper: 400; authors' code: up to 500)")
     lr_generator: float = Field(1e-4, gt=0, description="AdamW's rate for the generator (paper: 1e-4)")
     decay_generator: float = Field(1e-4, ge=0, description="AdamW's weight decay for the generator (paper: 1e-4)")
+    generator_epoch: Literal["last", "best"] = Field(
+        "last", description="the generator kept: after all epochs, or the likeliest on the client's validation images"
+    )
     patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
     clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
     synthetic_ratio: float = Field(1.5, gt=0, description="synthetic sequences per real one (authors' code: 1.5)")
@@ -138,6 +141,7 @@ class Falcon(FeatureMethod[FalconConfig]):
             "token_noise": 1.0,
         },
         "class_weighted": {"teachers": "class"},
+        "held_out": {"generator_epoch": "best", "patience": 5},
         "personal": {"personal": True},
     }
     variant_notes = {
@@ -147,6 +151,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         "nar": "ablation NAR: tokens depend on the class alone",
         "released": "the authors' code where it differs: weighted teachers, start from their mean, token noise",
         "class_weighted": "ours: teachers weighted per class by the synthetic sequences they sent",
+        "held_out": "ours: each client keeps the generator that finds its own validation images likeliest",
         "personal": "ours: each client mixes its local, the fine-tuned and the global classifier by its validation",
     }
     quick = {
@@ -223,10 +228,11 @@ class Falcon(FeatureMethod[FalconConfig]):
         config, sizes = self.config, (tokens.shape[2], tokens.shape[1], len(ctx.task.classes))
 
         def make() -> bytes:
-            rows, _ = split_rows(client, ctx)
+            rows, held_out = split_rows(client, ctx)
             model = config.generator(*sizes).to_empty(device="cpu")
-            labels = torch.from_numpy(client.labels)[rows]
-            history = train_generator(model, tokens[rows], labels, config, ctx, client.name)
+            labels = torch.from_numpy(client.labels)
+            unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
+            history = train_generator(model, tokens[rows], labels[rows], config, ctx, client.name, unseen)
             return pack("generator", model.state_dict(), {"history": history})
 
         state, info = unpack(ctx.shared("generator", client, config.parts(GENERATOR, ctx), make), "generator")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedbicross import engine, models, steps
@@ -23,9 +24,18 @@ ATTEMPTS = 10
 
 
 def train_generator(
-    model: TokenGenerator, tokens: Tensor, labels: Tensor, config: FalconConfig, ctx: Context, client: str
+    model: TokenGenerator,
+    tokens: Tensor,
+    labels: Tensor,
+    config: FalconConfig,
+    ctx: Context,
+    client: str,
+    unseen: tuple[Tensor, Tensor] | None = None,
 ) -> list[float]:
-    """Section 2.4: maximum likelihood (Eq. 5) on real sequences [n, T, dim]; the mean loss per token of every epoch."""
+    """Section 2.4: maximum likelihood (Eq. 5) on real sequences [n, T, dim]; the mean loss per token of every epoch.
+
+    With sequences that it is not trained on, the epoch is kept that finds those likeliest.
+    """
 
     models.initialise(model, ctx.torch_rng("falcon", client, "generator"))
     if config.standardise != "none":
@@ -48,8 +58,20 @@ def train_generator(
         ctx=ctx,
         clip=config.clip,
         patience=config.patience,
+        score=None if unseen is None or not len(unseen[1]) else partial(_likelihood, model, *unseen),
     )
     return fit.run(f"falcon: generator of {client[:32]}")
+
+
+def _likelihood(model: TokenGenerator, tokens: Tensor, labels: Tensor) -> float:
+    """The mean negative log-likelihood per token; lower is better."""
+    import torch
+
+    place = model.mixture.weight.device
+    with torch.no_grad():
+        parts = zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
+        summed = sum(float(model.nll(x.to(place), y.to(place)).sum()) for x, y in parts)
+    return summed / (len(labels) * model.length)
 
 
 def draw_apart(

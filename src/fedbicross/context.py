@@ -14,6 +14,10 @@ from fedbicross import seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import MethodError
+from fedbicross.surroundings import MemoryStore as MemoryStore
+from fedbicross.surroundings import Progress as Progress
+from fedbicross.surroundings import Silent as Silent
+from fedbicross.surroundings import Store as Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,81 +66,6 @@ class _HasImages(Protocol):
     def digest(self) -> str: ...
     @property
     def label(self) -> str: ...
-
-
-class Store(Protocol):
-    """Named bytes that survive a kill; a name is a relative path."""
-
-    def load(self, name: str) -> bytes | None:
-        """The bytes, or None."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Length in bytes; 0 where there is nothing."""
-        ...
-
-    def save(self, name: str, data: bytes) -> None:
-        """Keep the bytes, all or nothing."""
-        ...
-
-    def drop(self, prefix: str) -> None:
-        """Forget a name, or every name in a folder."""
-        ...
-
-
-class MemoryStore:
-    """A store that lives as long as the process."""
-
-    def __init__(self) -> None:
-        self._content: dict[bytes, bytes] = {}  # equal bytes are kept once
-        self._names: dict[str, bytes] = {}
-
-    def load(self, name: str) -> bytes | None:
-        """The bytes, or None."""
-        digest = self._names.get(name)
-        return None if digest is None else self._content[digest]
-
-    def size(self, name: str) -> int:
-        """Length in bytes; 0 where there is nothing."""
-        return len(self.load(name) or b"")
-
-    def save(self, name: str, data: bytes) -> None:
-        """Keep the bytes."""
-        digest = hashlib.sha256(data).digest()
-        self._content.setdefault(digest, data)
-        self._names[name] = digest
-
-    def drop(self, prefix: str) -> None:
-        """Forget a name, or every name in a folder, and what nothing names any more."""
-        for name in [n for n in self._names if n == prefix or n.startswith(prefix.rstrip("/") + "/")]:
-            del self._names[name]
-        used = set(self._names.values())
-        self._content = {digest: data for digest, data in self._content.items() if digest in used}
-
-
-class Progress(Protocol):
-    """Tells a person how far the work is."""
-
-    def start(self, label: str, total: int) -> Callable[[int, str], None]:
-        """Begin a piece of work; the function returned takes (done so far, a short note)."""
-        ...
-
-    def say(self, message: str) -> None:
-        """One line for the person."""
-        ...
-
-
-class Silent:
-    """Progress for tests and libraries."""
-
-    def start(self, label: str, total: int) -> Callable[[int, str], None]:
-        """Ignore the work."""
-        del label, total
-        return lambda done, note: None
-
-    def say(self, message: str) -> None:
-        """Ignore the line."""
-        del message
 
 
 @dataclass

@@ -1,0 +1,82 @@
+"""What a method's context is made of: storage that survives a kill, and progress for a person."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Store(Protocol):
+    """Named bytes that survive a kill; a name is a relative path."""
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        ...
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes, all or nothing."""
+        ...
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder."""
+        ...
+
+
+class MemoryStore:
+    """A store that lives as long as the process."""
+
+    def __init__(self) -> None:
+        self._content: dict[bytes, bytes] = {}  # equal bytes are kept once
+        self._names: dict[str, bytes] = {}
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        digest = self._names.get(name)
+        return None if digest is None else self._content[digest]
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        return len(self.load(name) or b"")
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes."""
+        digest = hashlib.sha256(data).digest()
+        self._content.setdefault(digest, data)
+        self._names[name] = digest
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder, and what nothing names any more."""
+        for name in [n for n in self._names if n == prefix or n.startswith(prefix.rstrip("/") + "/")]:
+            del self._names[name]
+        used = set(self._names.values())
+        self._content = {digest: data for digest, data in self._content.items() if digest in used}
+
+
+class Progress(Protocol):
+    """Tells a person how far the work is."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work; the function returned takes (done so far, a short note)."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+        ...
+
+
+class Silent:
+    """Progress for tests and libraries."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Ignore the work."""
+        del label, total
+        return lambda done, note: None
+
+    def say(self, message: str) -> None:
+        """Ignore the line."""
+        del message

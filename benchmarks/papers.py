@@ -1,7 +1,8 @@
 """Runs of the papers' settings on a GPU: `python -m benchmarks.papers CONFIG.toml ... --out DIR`.
 
 Each file is a run of `fedbicross run`, kept under --models so that a call which was stopped goes on at the next one,
-and so that runs share client models and features. Results are stored without weights. `--as-recommended` makes a
+and so that runs share client models and features. Results are stored without weights, and beside them NAME.csv: when
+which stage had made how many steps, from which the time of a longer run can be told. `--as-recommended` makes a
 second run of each file, named FILE-repeated, in which every FedBiCross row has the number of trajectories that the
 diagnosis of the first recommends.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,30 @@ from fedbicross.atomic import write_atomic
 from fedbicross.report.tables import markdown
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml, load_config
-from fedbicross.runs.progress import PlainProgress
+from fedbicross.runs.progress import SECONDS_BETWEEN_LINES, PlainProgress
+
+
+class Stamped(PlainProgress):
+    """Progress that is also kept in a file: seconds since the run began, stage, steps done, steps in all."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.began = file, time.perf_counter()
+        file.write_text("seconds,stage,done,total\n", encoding="utf-8")
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work."""
+        shown, last = super().start(label, total), -math.inf
+
+        def update(done: int, note: str) -> None:
+            nonlocal last
+            shown(done, note)
+            now = time.perf_counter() - self.began
+            if done >= total or now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                with self.file.open("a", encoding="utf-8") as out:
+                    out.write(f"{now:.1f},{label},{done},{total}\n")
+
+        return update
 
 
 def run(name: str, config: RunConfig, models: Path, out: Path) -> dict[str, Any]:
@@ -35,11 +61,13 @@ def run(name: str, config: RunConfig, models: Path, out: Path) -> dict[str, Any]
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     try:
-        results = runner.resume(folder, progress=PlainProgress())
+        results = runner.resume(folder, progress=Stamped(out / f"{name}.csv"))
     finally:  # the rows that were finished are worth having, whatever stopped the rest
         found = folder / "results.json"
         if found.exists():
-            (out / f"{name}.json").write_text(json.dumps(json.loads(found.read_text()), separators=(",", ":")))
+            stored = json.loads(found.read_text())
+            stored["config"]["data"]["dir"] = None  # where the data lay on this machine is nobody's business
+            (out / f"{name}.json").write_text(json.dumps(stored, separators=(",", ":")))
     for number, picture in enumerate(sorted((folder / "diagnosis").rglob("*.png"))[:2]):
         shutil.copy(picture, out / f"{name}-{number}.png")
     print(f"{name}: {time.perf_counter() - began:.0f} s", markdown(results), sep="\n", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import os
@@ -413,7 +414,7 @@ def _benchmarks(_: str, page: Path, root: Path) -> str:
 
 
 def _gpu(what: str, page: Path, root: Path) -> str:
-    """Tables of `benchmarks/gpu.py`: steps, training, growth or agreement."""
+    """Tables of `benchmarks/gpu.py`: steps, training, growth, memory or agreement."""
     del page
     found = json.loads((root / "results" / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
     versions, rate = found["versions"], found["bf16_tflops"]
@@ -437,6 +438,15 @@ def _gpu(what: str, page: Path, root: Path) -> str:
         }
         rows = [(name, f"{value:.1f}", f"{entry['eager_fp32_s'] / value:.1f}x") for name, value in kinds.items()]
         return table(("five clients, 100 epochs", "seconds", "against plain fp32"), rows, "lrr")
+    if what == "memory":
+        rows = [
+            (case, {"in groups": f"{entry['clients at once']} at once"}.get(how, how), *_time_and_memory(entry[how]))
+            for case, entry in found["memory"].items()
+            for how in ("all at once", "in groups")
+        ]
+        apart = [f"{entry['relative difference after 13 steps']:.1%}" for entry in found["memory"].values()]
+        note = f"After 13 steps the images of the two ways differ by {' and '.join(apart)} of their norm."
+        return f"{table(('inversion', 'clients', 'ms', 'peak, GB'), rows, 'llrr')}\n\n{note}"
     if what == "agreement":
         rows = [(name, f"{value:.2%}") for name, value in found["agreement"].items()]
         return table(("difference from plain fp32, relative norm", ""), rows, "lr")
@@ -446,6 +456,34 @@ def _gpu(what: str, page: Path, root: Path) -> str:
         for point in entry["points"]
     ]
     return table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
+
+
+def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:
+    return f"{entry['ms']:.1f}", f"{entry['peak_gb']:.1f}"
+
+
+def _longer(run: str, page: Path, root: Path) -> str:
+    """From a run with fewer epochs than the paper's, made by `benchmarks.papers`: the time that all of them take."""
+    from fedbicross.methods import METHODS
+
+    results, file = _load(run, root), root / "results" / run / "progress.csv"
+    with file.open(encoding="utf-8", newline="") as lines:
+        stamps = list(csv.DictReader(lines))
+    rows: list[Row] = []
+    for row in results["rows"]:
+        used = results["config"]["method"].get(row["method"], {}).get("epochs")
+        stages = {stamp["stage"] for stamp in stamps if stamp["stage"].startswith(f"{row['method']}: ")}
+        for stage in sorted(name for name in stages if used and name.endswith("distillation")):
+            seen = [(float(stamp["seconds"]), int(stamp["done"])) for stamp in stamps if stamp["stage"] == stage]
+            (began, first), (ended, last) = seen[0], seen[-1]
+            each = (ended - began) / (last - first)
+            whole = last * METHODS[row["method"]].Config().epochs // used  # type: ignore[attr-defined]
+            own = row["seconds"] - row["seconds_by_stage"]["local_training"]
+            full = own + (whole - last) * each
+            rows.append((stage, f"{last:,}", f"{1e3 * each:.1f}", f"{own:.0f}", f"{whole:,}", f"{full:.0f}"))
+    head = ("stage", "steps measured", "ms a step", "whole method, s", "steps in the paper", "with these, s")
+    source = f"[`results/{run}/results.json`]({_link(root / 'results' / run / 'results.json', page)})"
+    return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and [`progress.csv`]({_link(file, page)}) beside it."
 
 
 def _example(name: str, page: Path, root: Path) -> str:
@@ -470,6 +508,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "models": _models,
     "benchmarks/cpu": _benchmarks,
     "benchmarks/gpu": _gpu,
+    "longer": _longer,
     "example": _example,
     "across": _across,
 }

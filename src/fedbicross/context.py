@@ -17,6 +17,7 @@ from fedbicross.errors import MethodError
 from fedbicross.surroundings import MemoryStore as MemoryStore
 from fedbicross.surroundings import Progress as Progress
 from fedbicross.surroundings import Silent as Silent
+from fedbicross.surroundings import Stopwatch as Stopwatch
 from fedbicross.surroundings import Store as Store
 
 if TYPE_CHECKING:
@@ -115,9 +116,7 @@ class Context:
     streams: tuple[str, ...] = ()  # before the names of random streams and checkpoints: a later shot has its own
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
-    _at_work: tuple[str, str] | None = None  # verb and name
-    _counted: tuple[float, float] = (0.0, 0.0)
-    training_seconds: float = 0.0  # spent in local_model(), which methods share, so that no method is charged alone
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def rng(self, *names: str) -> np.random.Generator:
         """A NumPy stream for a named purpose."""
@@ -135,18 +134,13 @@ class Context:
     def measured(self, verb: str, name: str) -> Iterator[None]:
         """One call of a verb: a fresh record, kept when it succeeds, and its time, less the shared local training."""
         outer, self.record = self.record, Record()
-        self._at_work, self._counted = (verb, name), (time.perf_counter(), self.training_seconds)
+        self.watch.begin(verb, name)
         try:
             yield
             self.store.save(f"records/{verb}/{name}.json", canonical_json(self.record.as_json()).encode())
-            self.event(event=verb, scope=self.scope, name=name, seconds=self._uncounted_seconds())
+            self.event(event=verb, scope=self.scope, name=name, seconds=self.watch.lap())
         finally:
-            self.record, self._at_work = outer, None
-
-    def _uncounted_seconds(self) -> float:
-        """Time of the verb at work since this was last asked, less the shared local training in it."""
-        before, self._counted = self._counted, (time.perf_counter(), self.training_seconds)
-        return max(self._counted[0] - before[0] - (self._counted[1] - before[1]), 0.0)
+            self.record, self.watch.at_work = outer, None
 
     # --- checkpoints of named stages -----------------------------------------------------------------
 
@@ -162,9 +156,9 @@ class Context:
         from fedbicross.bundle import pack
 
         self.store.save(self._stage(name), pack("stage", tensors, info))
-        if self._at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
-            verb, what = self._at_work
-            self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self._uncounted_seconds())
+        if self.watch.at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
+            verb, what = self.watch.at_work
+            self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.watch.lap())
 
     def save_stage_when_due(
         self, name: str, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
@@ -197,7 +191,7 @@ class Context:
         began = time.perf_counter()
         self.train_local_models([client])
         result = Trained.unpack(self.store.load(_model_file(key)) or b"")
-        self.training_seconds += time.perf_counter() - began
+        self.watch.shared += time.perf_counter() - began
         self.record.flops += result.flops
         return result
 
@@ -348,7 +342,7 @@ class Context:
                 if key not in self.record.local_models:
                     self.record.local_models.append(key)
                 self.event(event="encoded", key=key, client=source.name, seconds=end - start)
-            self.training_seconds += times[-1] - times[0]
+            self.watch.shared += times[-1] - times[0]
         return tokens
 
     def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
@@ -368,14 +362,14 @@ class Context:
         key = f"{kind}-{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}"
         if key not in self.record.local_models:
             self.record.local_models.append(key)
-        began, inner = time.perf_counter(), self.training_seconds
+        began, inner = time.perf_counter(), self.watch.shared
         data = self.store.load(f"client_models/{key}.safetensors")
         if data is None:
             data = make()
             self.store.save(f"client_models/{key}.safetensors", data)
-            seconds = time.perf_counter() - began - (self.training_seconds - inner)
+            seconds = time.perf_counter() - began - (self.watch.shared - inner)
             self.event(event="trained", key=key, client=client.name, seconds=seconds)
-        self.training_seconds = inner + time.perf_counter() - began
+        self.watch.shared = inner + time.perf_counter() - began
         return data
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:

@@ -1,9 +1,11 @@
-"""What a method's context is made of: storage that survives a kill, and progress for a person."""
+"""What a method's context is made of: storage that survives a kill, progress for a person, and a stopwatch."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -80,3 +82,21 @@ class Silent:
     def say(self, message: str) -> None:
         """Ignore the line."""
         del message
+
+
+@dataclass
+class Stopwatch:
+    """Time of the verb at work, less what it spends on work that methods share. Copies of a context have one watch."""
+
+    at_work: tuple[str, str] | None = None  # verb and name
+    shared: float = 0.0  # seconds of training and encoding that are charged to every method that uses them
+    _seen: tuple[float, float] = (0.0, 0.0)
+
+    def begin(self, verb: str, name: str) -> None:
+        """A verb starts."""
+        self.at_work, self._seen = (verb, name), (time.perf_counter(), self.shared)
+
+    def lap(self) -> float:
+        """Seconds since this was last asked; each is told once."""
+        (began, shared), self._seen = self._seen, (time.perf_counter(), self.shared)
+        return max(self._seen[0] - began - (self.shared - shared), 0.0)

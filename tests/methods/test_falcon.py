@@ -407,6 +407,30 @@ def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
     assert method("falcon:held_out").upload(alone, ctx).tensors, "without validation images: the last epoch"
 
 
+def test_calibrated_sequences_are_nearer_to_the_real_ones_and_leave_either_way() -> None:
+    client, ctx = tiny_clients(1, per_client=90)[0], tiny_context()
+    found, flops = {}, {}
+    for spec in ("falcon:held_out", "falcon:calibrated"):
+        made, before = method(spec, send="sequences", epochs_generator=8), ctx.record.flops
+        upload = made.upload(client, ctx)
+        made.check_upload(upload)
+        flops[spec] = ctx.record.flops - before
+        tokens, labels = made.config.tokens(client, ctx), torch.from_numpy(client.labels)
+        rows, _ = split_rows(client, ctx)
+        real = tokens[rows]
+        drawn = [upload.tensors["sequences"][upload.tensors["labels"] == c].mean(0) for c in range(3)]
+        found[spec] = sum(float((real[labels[rows] == c].mean(0) - drawn[c]).norm()) for c in range(3))
+    assert found["falcon:calibrated"] < found["falcon:held_out"]
+    assert flops["falcon:calibrated"] > flops["falcon:held_out"], "the sequences drawn for it are charged"
+    sent = method("falcon:calibrated", send="generator", epochs_generator=8).upload(client, ctx)
+    assert {"generator.scale.offset", "generator.scale.gain"} <= set(sent.tensors)
+    method("falcon:calibrated").check_upload(Upload.unpack(sent.pack()))
+    made, _ = method("falcon:calibrated")._received(sent, tiny_context())
+    torch.testing.assert_close(made, upload.tensors["sequences"], atol=1e-5, rtol=1e-5)
+    with pytest.raises(UploadError):  # a server that asked for no calibration does not take one
+        method("falcon:held_out").check_upload(sent)
+
+
 def test_personal_heads_are_mixed_by_validation_only() -> None:
     clients = tiny_clients(2, per_client=60)
     clients = [replace(c, labels=np.where(c.labels == 2, i, c.labels)) for i, c in enumerate(clients)]

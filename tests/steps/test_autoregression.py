@@ -14,9 +14,12 @@ from fedbicross.steps.autoregression import Mixture, Scheme, TokenGenerator, att
 SCHEMES: tuple[Scheme, ...] = ("mar", "ar", "nar")
 
 
-def generator(scheme: Scheme = "mar", dim: int = 3, length: int = 4, classes: int = 2, seed: int = 0) -> TokenGenerator:
+def generator(
+    scheme: Scheme = "mar", dim: int = 3, length: int = 4, classes: int = 2, seed: int = 0, calibrated: bool = False
+) -> TokenGenerator:
+    sizes = {"width": 8, "layers": 2, "heads": 2, "hidden": 8, "components": 3}
     with torch.device("meta"):
-        model = TokenGenerator(dim, length, classes, scheme=scheme, width=8, layers=2, heads=2, hidden=8, components=3)
+        model = TokenGenerator(dim, length, classes, scheme=scheme, calibrated=calibrated, **sizes)
     model = model.to_empty(device="cpu")
     models.initialise(model, torch.Generator().manual_seed(seed))
     return model.eval()
@@ -268,6 +271,44 @@ def test_scale_changes_the_likelihood_by_a_constant_only(by_class: bool) -> None
         with torch.no_grad():
             density = torch.exp(-model.nll(grid, labels)) / model.scale.scale[label, 0, 0]
         assert math.isclose(float(torch.trapezoid(density, grid.flatten())), 1.0, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_calibrated_tokens_have_the_mean_and_spread_of_the_real_ones(scheme: Scheme) -> None:
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 300 + [1] * 300 + [2] * 15)
+    tokens = torch.randn(615, 4, 3, generator=rng).exp() * (1 + labels.view(-1, 1, 1)) + torch.arange(4).view(1, 4, 1)
+    plain, model = generator(scheme, classes=3), generator(scheme, classes=3, calibrated=True)
+    for made in (plain, model):
+        made.scale.measure(tokens, labels)
+    before = model.nll(tokens, labels)
+    assert model.calibrate(tokens, labels, torch.Generator().manual_seed(1)) == 2 * 1200
+    off = {"plain": 0.0, "calibrated": 0.0}
+    for label in (0, 1):
+        real, asked = tokens[labels == label], torch.full((4000,), label)
+        for name, made in {"plain": plain, "calibrated": model}.items():
+            drawn = made.draw(asked, torch.Generator().manual_seed(2))
+            off[name] += float(((drawn.mean(0) - real.mean(0)) / real.std(0)).square().sum())
+            off[name] += float((drawn.std(0) / real.std(0) - 1).square().sum())
+    assert off["calibrated"] < 0.1 < off["plain"]
+    # Neither the likelihood nor a class of few images is touched, whose own mean would give them away.
+    assert torch.equal(model.nll(tokens, labels), before)
+    assert (model.scale.offset[2] == 0).all() and (model.scale.gain[2] == 1).all()
+    same = [made.draw(torch.full((50,), 2), torch.Generator().manual_seed(3)) for made in (plain, model)]
+    assert torch.equal(*same)
+
+
+def test_calibration_of_a_dead_feature_and_of_pieces() -> None:
+    """A constant feature stays (nearly) so, and so it does when sequences are drawn in pieces."""
+    labels, rng = torch.zeros(64, dtype=torch.long), torch.Generator().manual_seed(0)
+    tokens = torch.randn(64, 4, 3, generator=rng) * torch.tensor([1.0, 1.0, 0.0]) + 5
+    model = generator(classes=1, calibrated=True)
+    model.scale.measure(tokens, labels)
+    model.calibrate(tokens, labels, torch.Generator().manual_seed(1), chunk=100)
+    drawn = model.draw(torch.zeros(500, dtype=torch.long), rng)
+    assert torch.isfinite(drawn).all()
+    assert (drawn[..., 2] - 5).abs().max() < 0.1 * drawn[..., 0].std()
+    assert {name for name, _ in generator().scale.named_buffers()} == {"shift", "scale"}, "nothing more is sent without"
 
 
 def test_the_papers_generator_has_the_papers_size() -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 GENERATOR = (
     *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
     *("epochs_generator", "lr_generator", "decay_generator", "generator_epoch", "patience", "clip", "batch"),
+    "calibrate",
 )
 MOST_BYTES = 8 * 2**30  # of sequences that a server makes from one generator
 MOST_FEATURES, MOST_TOKENS = 65_536, 16_384  # of an upload; before anything is built
@@ -69,6 +70,9 @@ class FalconConfig(HeadConfig):
         "last", description="the generator kept: after all epochs, or the likeliest on the client's validation images"
     )
     patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
+    calibrate: bool = Field(
+        False, description="ours: give drawn tokens the mean and spread of the real ones, class by class"
+    )
     clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
     synthetic_ratio: float = Field(1.5, gt=0, description="synthetic sequences per real one (authors' code: 1.5)")
     send: Literal["smaller", "sequences", "generator"] = Field(
@@ -115,6 +119,7 @@ class FalconConfig(HeadConfig):
                 hidden=self.feedforward,
                 components=self.components,
                 log_variance=(self.log_variance_floor, self.log_variance_floor + 10),
+                calibrated=self.calibrate,
             )
 
 
@@ -142,6 +147,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         },
         "class_weighted": {"teachers": "class"},
         "held_out": {"generator_epoch": "best", "patience": 5},
+        "calibrated": {"generator_epoch": "best", "patience": 5, "calibrate": True},
         "personal": {"personal": True},
     }
     variant_notes = {
@@ -152,6 +158,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         "released": "the authors' code where it differs: weighted teachers, start from their mean, token noise",
         "class_weighted": "ours: teachers weighted per class by the synthetic sequences they sent",
         "held_out": "ours: each client keeps the generator that finds its own validation images likeliest",
+        "calibrated": "ours: the same, and drawn tokens get the mean and spread of the real ones",
         "personal": "ours: each client mixes its local, the fine-tuned and the global classifier by its validation",
     }
     quick = {
@@ -233,7 +240,11 @@ class Falcon(FeatureMethod[FalconConfig]):
             labels = torch.from_numpy(client.labels)
             unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
             history = train_generator(model, tokens[rows], labels[rows], config, ctx, client.name, unseen)
-            return pack("generator", model.state_dict(), {"history": history})
+            drawn = 0
+            if config.calibrate:
+                rng = ctx.torch_rng("falcon", client.name, "calibration", device=ctx.device)
+                drawn = model.calibrate(tokens[rows].to(ctx.device), labels[rows].to(ctx.device), rng)
+            return pack("generator", model.state_dict(), {"history": history, "drawn": drawn})
 
         state, info = unpack(ctx.shared("generator", client, config.parts(GENERATOR, ctx), make), "generator")
         curve = epoch_curve(info["history"], client.name, "NLL per token")
@@ -241,7 +252,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         model = config.generator(*sizes)
         model.load_state_dict(state, assign=True)
         model.eval().requires_grad_(False).to(ctx.device)
-        ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"])
+        ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"]) + model.sampling_flops * info["drawn"]
         return model
 
     # --- at the server -------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 Scheme = Literal["mar", "ar", "nar"]
 
+LEAST = 16  # images of a class whose mean and spread may be told: of fewer a mean would give too much away
+DRAWS = 4  # drawn sequences per real one whose mean and spread are compared
+
 
 def attention_mask(scheme: Scheme, length: int) -> Tensor:
     """Who sees whom: [length, length] booleans, row t true where position t may look."""
@@ -98,31 +101,37 @@ class Block(nn.Module):
 
 
 class Scale(nn.Module):
-    """The scale on which tokens are modelled, z = (s - shift) / scale, by class, position and feature; measured."""
+    """The scale on which tokens are modelled, z = (s - shift) / scale, by class, position and feature; measured.
 
-    def __init__(self, classes: int, length: int, dim: int) -> None:
+    With ``calibrated`` there is a second one for drawn tokens: z <- offset + gain z, while still on the model's scale.
+    """
+
+    def __init__(self, classes: int, length: int, dim: int, calibrated: bool = False) -> None:
         super().__init__()
-        self.register_buffer("shift", torch.zeros(classes, length, dim))
-        self.register_buffer("scale", torch.ones(classes, length, dim))
+        self.calibrated = calibrated
+        for name, value in {"shift": 0.0, "scale": 1.0, **({"offset": 0.0, "gain": 1.0} if calibrated else {})}.items():
+            self.register_buffer(name, torch.full((classes, length, dim), value))
 
     def fill(self, generator: torch.Generator) -> None:
         """Tokens as they are."""
-        self.get_buffer("shift").zero_()
-        self.get_buffer("scale").fill_(1)
+        for name, buffer in self.named_buffers():
+            buffer.fill_(1 if name in ("scale", "gain") else 0)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Tokens [n, T, dim] on the model's scale."""
         return (tokens - self.get_buffer("shift")[labels]) / self.get_buffer("scale")[labels]
 
     def inverse(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Back to the encoder's scale."""
+        """Drawn tokens back to the encoder's scale."""
+        if self.calibrated:
+            tokens = tokens * self.get_buffer("gain")[labels] + self.get_buffer("offset")[labels]
         return tokens * self.get_buffer("scale")[labels] + self.get_buffer("shift")[labels]
 
     @torch.no_grad()
-    def measure(self, tokens: Tensor, labels: Tensor, by_class: bool = True, least: int = 16) -> None:
+    def measure(self, tokens: Tensor, labels: Tensor, by_class: bool = True, least: int = LEAST) -> None:
         """Mean and spread of tokens [n, T, dim], by class where it has ``least`` images, else over all classes.
 
-        Of fewer images a mean would give too much away; with fewer in all, tokens are left as they are.
+        With fewer in all, tokens are left as they are.
         """
         if len(tokens) < least:
             return
@@ -152,11 +161,12 @@ class TokenGenerator(nn.Module):
         hidden: int = 768,
         components: int = 20,
         log_variance: tuple[float, float] = (-4.0, 6.0),
+        calibrated: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.length, self.classes, self.scheme = dim, length, classes, scheme
         self.components, self.log_variance = components, log_variance
-        self.scale = Scale(classes, length, dim)
+        self.scale = Scale(classes, length, dim, calibrated)
         self.condition = nn.Linear(classes, width)
         self.embed = nn.Identity() if dim == width else nn.Linear(dim, width)
         self.blocks = nn.ModuleList([Block(width, heads, hidden) for _ in range(layers)])
@@ -202,6 +212,11 @@ class TokenGenerator(nn.Module):
     @torch.no_grad()
     def sample(self, labels: Tensor, generator: torch.Generator, temperature: float = 1.0) -> Tensor:
         """Sequences [n, T, dim] for classes [n]; the token s0 for which windows were drawn stays in their sequence."""
+        out: Tensor = self.scale.inverse(self._sample(labels, generator, temperature), labels)
+        return out
+
+    def _sample(self, labels: Tensor, generator: torch.Generator, temperature: float = 1.0) -> Tensor:
+        """The same on the model's scale."""
         tokens = torch.zeros(len(labels), self.length, self.dim, device=labels.device)
         if self.scheme == "nar":
             tokens = self(tokens, labels).sample(generator, temperature)
@@ -211,8 +226,27 @@ class TokenGenerator(nn.Module):
                 if start < stop:
                     drawn = self(tokens, labels).sample(generator, temperature)
                     tokens[:, start:stop] = drawn[:, start:stop]
-        out: Tensor = self.scale.inverse(tokens, labels)
-        return out
+        return tokens
+
+    @torch.no_grad()
+    def calibrate(self, tokens: Tensor, labels: Tensor, generator: torch.Generator, chunk: int = 2048) -> int:
+        """Give drawn tokens the mean and spread of real ones [n, T, dim]; by class, position and feature.
+
+        Windows are drawn for a drawn s0, a little off the real ones, and so their mean drifts; the likelihood of Eq. 5,
+        in which windows see the real s0, cannot notice. Returns how many sequences were drawn.
+        """
+        offset, gain = self.scale.get_buffer("offset"), self.scale.get_buffer("gain")
+        scaled, drawn = self.scale(tokens, labels), 0
+        for label in range(self.classes):
+            real = scaled[labels == label]
+            if len(real) < LEAST:
+                continue
+            asked = labels.new_full((max(DRAWS * len(real), 1000),), label)
+            made = torch.cat([self._sample(part, generator) for part in torch.split(asked, chunk)])
+            gain[label] = (real.std(0) / made.std(0).clamp_min(1e-6)).clamp(0.1, 10)
+            offset[label] = real.mean(0) - gain[label] * made.mean(0)
+            drawn += len(made)
+        return drawn
 
     def draw(self, labels: Tensor, generator: torch.Generator, chunk: int = 2048) -> Tensor:
         """``sample`` for any number of classes, in pieces that fit in memory; the result is on the CPU."""

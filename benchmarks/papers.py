@@ -10,6 +10,7 @@ diagnosis of the first recommends.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import shutil
@@ -26,11 +27,14 @@ from fedbicross.runs.progress import SECONDS_BETWEEN_LINES, PlainProgress
 
 
 class Stamped(PlainProgress):
-    """Progress that is also kept in a file: seconds since the run began, stage, steps done, steps in all."""
+    """Progress that is also kept in a file: call, seconds since it began, stage, steps done, steps in all."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.began = file, time.perf_counter()
-        file.write_text("seconds,stage,done,total\n", encoding="utf-8")
+        before = list(csv.DictReader(file.open(encoding="utf-8", newline=""))) if file.exists() else []
+        self.call = int(before[-1]["call"]) + 1 if before else 1
+        if not before:
+            file.write_text("call,seconds,stage,done,total\n", encoding="utf-8")
 
     def start(self, label: str, total: int) -> Callable[[int, str], None]:
         """Begin a piece of work."""
@@ -42,8 +46,8 @@ class Stamped(PlainProgress):
             now = time.perf_counter() - self.began
             if done >= total or now - last >= SECONDS_BETWEEN_LINES:
                 last = now
-                with self.file.open("a", encoding="utf-8") as out:
-                    out.write(f"{now:.1f},{label},{done},{total}\n")
+                with self.file.open("a", encoding="utf-8", newline="") as out:
+                    csv.writer(out).writerow([self.call, f"{now:.1f}", label, done, total])
 
         return update
 

@@ -463,7 +463,7 @@ def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:
 
 
 def _longer(run: str, page: Path, root: Path) -> str:
-    """From a run with fewer epochs than the paper's, made by `benchmarks.papers`: the time that all of them take."""
+    """From a run of one seed with fewer epochs than the paper's, and its progress: the time that all of them take."""
     from fedbicross.methods import METHODS
 
     results, file = _load(run, root), root / "results" / run / "progress.csv"
@@ -474,7 +474,11 @@ def _longer(run: str, page: Path, root: Path) -> str:
         used = results["config"]["method"].get(row["method"], {}).get("epochs")
         stages = {stamp["stage"] for stamp in stamps if stamp["stage"].startswith(f"{row['method']}: ")}
         for stage in sorted(name for name in stages if used and name.endswith("distillation")):
-            seen = [(float(stamp["seconds"]), int(stamp["done"])) for stamp in stamps if stamp["stage"] == stage]
+            own_stamps = [stamp for stamp in stamps if stamp["stage"] == stage]
+            calls, seeds = {stamp["call"] for stamp in own_stamps}, results["config"]["seeds"]
+            if len(own_stamps) < 2 or len(calls) > 1 or len(seeds) > 1:
+                raise ValueError(f"{run}: {stage} was not made in one call with one seed, or too fast to be measured")
+            seen = [(float(stamp["seconds"]), int(stamp["done"])) for stamp in own_stamps]
             (began, first), (ended, last) = seen[0], seen[-1]
             each = (ended - began) / (last - first)
             whole = last * METHODS[row["method"]].Config().epochs // used  # type: ignore[attr-defined]
@@ -483,7 +487,8 @@ def _longer(run: str, page: Path, root: Path) -> str:
             rows.append((stage, f"{last:,}", f"{1e3 * each:.1f}", f"{own:.0f}", f"{whole:,}", f"{full:.0f}"))
     head = ("stage", "steps measured", "ms a step", "whole method, s", "steps in the paper", "with these, s")
     source = f"[`results/{run}/results.json`]({_link(root / 'results' / run / 'results.json', page)})"
-    return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and [`progress.csv`]({_link(file, page)}) beside it."
+    log = f"[`progress.csv`]({_link(file, page)}) beside it, the log of that run"
+    return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and {log}."
 
 
 def _example(name: str, page: Path, root: Path) -> str:

@@ -191,7 +191,7 @@ class Context:
         began = time.perf_counter()
         self.train_local_models([client])
         result = Trained.unpack(self.store.load(_model_file(key)) or b"")
-        self.watch.shared += time.perf_counter() - began
+        self.watch.shared_seconds += time.perf_counter() - began
         self.record.flops += result.flops
         return result
 
@@ -342,7 +342,7 @@ class Context:
                 if key not in self.record.local_models:
                     self.record.local_models.append(key)
                 self.event(event="encoded", key=key, client=source.name, seconds=end - start)
-            self.watch.shared += times[-1] - times[0]
+            self.watch.shared_seconds += times[-1] - times[0]
         return tokens
 
     def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
@@ -362,14 +362,15 @@ class Context:
         key = f"{kind}-{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}"
         if key not in self.record.local_models:
             self.record.local_models.append(key)
-        began, inner = time.perf_counter(), self.watch.shared
+        began, inner = time.perf_counter(), self.watch.shared_seconds
         data = self.store.load(f"client_models/{key}.safetensors")
         if data is None:
-            data = make()
+            with self.watch.aside():
+                data = make()
             self.store.save(f"client_models/{key}.safetensors", data)
-            seconds = time.perf_counter() - began - (self.watch.shared - inner)
+            seconds = time.perf_counter() - began - (self.watch.shared_seconds - inner)
             self.event(event="trained", key=key, client=client.name, seconds=seconds)
-        self.watch.shared = inner + time.perf_counter() - began
+        self.watch.shared_seconds = inner + time.perf_counter() - began
         return data
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:

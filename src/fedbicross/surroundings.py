@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,14 +90,23 @@ class Stopwatch:
     """Time of the verb at work, less what it spends on work that methods share. Copies of a context have one watch."""
 
     at_work: tuple[str, str] | None = None  # verb and name
-    shared: float = 0.0  # seconds of training and encoding that are charged to every method that uses them
+    shared_seconds: float = 0.0  # of training and encoding, which are charged to every method that uses them
     _seen: tuple[float, float] = (0.0, 0.0)
 
     def begin(self, verb: str, name: str) -> None:
         """A verb starts."""
-        self.at_work, self._seen = (verb, name), (time.perf_counter(), self.shared)
+        self.at_work, self._seen = (verb, name), (time.perf_counter(), self.shared_seconds)
 
     def lap(self) -> float:
         """Seconds since this was last asked; each is told once."""
-        (began, shared), self._seen = self._seen, (time.perf_counter(), self.shared)
-        return max(self._seen[0] - began - (self.shared - shared), 0.0)
+        (began, shared), self._seen = self._seen, (time.perf_counter(), self.shared_seconds)
+        return max(self._seen[0] - began - (self.shared_seconds - shared), 0.0)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Shared work, at whose checkpoints nobody asks for a lap: its own time is told when it is done."""
+        outer, self.at_work = self.at_work, None
+        try:
+            yield
+        finally:
+            self.at_work = outer

@@ -52,12 +52,18 @@ def test_a_run_is_stored_without_weights_and_without_the_place_of_its_data(
 def test_progress_is_kept_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(PlainProgress, "say", lambda self, message: said.append(message))
-    monkeypatch.setattr(papers.time, "perf_counter", iter([10.0, 11.0, 12.5, 17.0, 17.5]).__next__)
-    update = papers.Stamped(tmp_path / "run.csv").start("stage", 40)
+    monkeypatch.setattr(papers.time, "perf_counter", iter([10.0, 11.0, 12.5, 17.0, 17.5, 30.0, 32.0]).__next__)
+    update = papers.Stamped(tmp_path / "run.csv").start("stage, with a comma", 40)
     for done in (1, 2, 30, 40):
         update(done, "a note")
+    papers.Stamped(tmp_path / "run.csv").start("again", 1)(1, "")  # a second call adds to the file
     with (tmp_path / "run.csv").open(newline="") as file:
-        stamps = [(float(line["seconds"]), line["stage"], int(line["done"])) for line in csv.DictReader(file)]
+        stamps = [tuple(line.values()) for line in csv.DictReader(file)]
     # The first, then one after five seconds, then the last.
-    assert stamps == [(1.0, "stage", 1), (7.0, "stage", 30), (7.5, "stage", 40)]
-    assert said[-1] == "stage: 40/40  a note"
+    assert stamps == [
+        ("1", "1.0", "stage, with a comma", "1", "40"),
+        ("1", "7.0", "stage, with a comma", "30", "40"),
+        ("1", "7.5", "stage, with a comma", "40", "40"),
+        ("2", "2.0", "again", "1", "1"),
+    ]
+    assert said[-2] == "stage, with a comma: 40/40  a note"

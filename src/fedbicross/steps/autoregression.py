@@ -26,7 +26,8 @@ from torch import Tensor, nn
 Scheme = Literal["mar", "ar", "nar"]
 
 LEAST = 16  # images of a class whose mean and spread may be told: of fewer a mean would give too much away
-DRAWS = 4  # drawn sequences per real one whose mean and spread are compared
+DRAWS, LEAST_DRAWS = 4, 1000  # drawn sequences per real one, and per class, whose mean and spread are compared
+MOST_GAIN = 10.0  # and its inverse: by how much a spread is changed at most
 
 
 def attention_mask(scheme: Scheme, length: int) -> Tensor:
@@ -241,9 +242,9 @@ class TokenGenerator(nn.Module):
             real = scaled[labels == label]
             if len(real) < LEAST:
                 continue
-            asked = labels.new_full((max(DRAWS * len(real), 1000),), label)
+            asked = labels.new_full((max(DRAWS * len(real), LEAST_DRAWS),), label)
             made = torch.cat([self._sample(part, generator) for part in torch.split(asked, chunk)])
-            gain[label] = (real.std(0) / made.std(0).clamp_min(1e-6)).clamp(0.1, 10)
+            gain[label] = (real.std(0) / made.std(0).clamp_min(1e-6)).clamp(1 / MOST_GAIN, MOST_GAIN)
             offset[label] = real.mean(0) - gain[label] * made.mean(0)
             drawn += len(made)
         return drawn

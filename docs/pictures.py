@@ -24,7 +24,7 @@ def growth() -> str:
     file = Path(__file__).parents[1] / "results" / "benchmarks" / "gpu.json"
     found = json.loads(file.read_text(encoding="utf-8"))["growth"]
     titles = {"N": "clients N: synthesis step", "K": "clusters K: stage 2 step", "B": "batch B: synthesis step"}
-    titles["pixels"] = "pixels a side, B = 64: synthesis step"
+    titles["pixels"] = "pixels a side, B = 96: synthesis step"
     parts, side, left = [], 250, 46
     panels = [name for name in titles if name in found]
     for number, name in enumerate(panels):

@@ -32,7 +32,7 @@ MENU = (
 STYLE = """
 body{margin:0;font:16px/1.6 system-ui,sans-serif;color:#1a2530;background:#fdfdfb}
 main{max-width:58rem;margin:0 auto;padding:1rem 1.5rem 4rem}
-nav{border-bottom:1px solid #dde;padding:.7rem 1.5rem;background:#fff}
+nav{border-bottom:1px solid #dde;padding:.7rem 1.5rem;background:#fff;display:flex;flex-wrap:wrap}
 nav a{margin-right:1.1rem;text-decoration:none;white-space:nowrap} nav a[aria-current]{font-weight:bold;color:#1a2530}
 a{color:#0b5a7a} h1,h2,h3{line-height:1.25} h2{margin-top:2.2em}
 table{border-collapse:collapse;display:block;overflow-x:auto;font-size:.9em}

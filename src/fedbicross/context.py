@@ -19,6 +19,7 @@ from fedbicross.surroundings import Progress as Progress
 from fedbicross.surroundings import Silent as Silent
 from fedbicross.surroundings import Stopwatch as Stopwatch
 from fedbicross.surroundings import Store as Store
+from fedbicross.surroundings import Task as Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,30 +30,6 @@ if TYPE_CHECKING:
     from fedbicross.engine.train import Trained
     from fedbicross.exchange import Client
     from fedbicross.models.encoders import EncoderSpec
-
-
-@dataclass(frozen=True)
-class Task:
-    """What all sites agreed on before anyone trained; of an upload, with the architecture of its client."""
-
-    classes: tuple[str, ...]
-    image_size: int
-    channels: int
-    model: str  # of the server and its students; of clients too, unless they bring their own
-
-    def as_json(self) -> dict[str, Any]:
-        """The task as it stands in a manifest."""
-        return {
-            "classes": list(self.classes),
-            "image_size": self.image_size,
-            "channels": self.channels,
-            "model": self.model,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Task:
-        """Read back ``as_json``."""
-        return cls(tuple(value["classes"]), value["image_size"], value["channels"], value["model"])
 
 
 @runtime_checkable

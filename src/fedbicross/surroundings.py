@@ -1,13 +1,37 @@
-"""What a method's context is made of: storage that survives a kill, progress for a person, and a stopwatch."""
+"""What a method's context is made of: the task, storage that survives a kill, progress for a person, a stopwatch."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all sites agreed on before anyone trained; of an upload, with the architecture of its client."""
+
+    classes: tuple[str, ...]
+    image_size: int
+    channels: int
+    model: str  # of the server and its students; of clients too, unless they bring their own
+
+    def as_json(self) -> dict[str, Any]:
+        """The task as it stands in a manifest."""
+        return {
+            "classes": list(self.classes),
+            "image_size": self.image_size,
+            "channels": self.channels,
+            "model": self.model,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Task:
+        """Read back ``as_json``."""
+        return cls(tuple(value["classes"]), value["image_size"], value["channels"], value["model"])
 
 
 class Store(Protocol):

@@ -1,8 +1,8 @@
 """N frozen client models behind one interface: logits, BN matching, batch-statistics and adapted teachers.
 
-Every `nn.BatchNorm2d` of a private copy of each model is replaced by a layer that can normalise with the stored, the
-current batch's, or given statistics, and can report what it saw. The plain path is the reference; the fast one runs
-one compiled function per architecture with each client's weights, clients side by side, in bf16 kept as such.
+Every `nn.BatchNorm2d` of a private copy of each model is replaced by `engine.norm.Norm`, whose statistics can be chosen
+for each pass. The plain path is the reference; the fast one runs one compiled function per architecture with each
+client's weights, clients side by side, in bf16 kept as such.
 
 Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
 `Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,93 +22,18 @@ from torch.func import functional_call
 
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine.device import autocast
+from fedbicross.engine.norm import LayerStatistics as LayerStatistics
+from fedbicross.engine.norm import Mode, Norm, Pass
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-LayerStatistics = dict[str, tuple[Tensor, Tensor]]
-"""BN layer name → (mean, biased variance), each of shape [channels]."""
-
 Statistics = list[LayerStatistics]
 """One `LayerStatistics` for each client; empty for a client without BN."""
 
-_Mode = Literal["stored", "match", "batch", "both", "measure", "given", "features"]
-
 _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
 """Compiled passes, one per architecture, mode, number of batches and precision, shared by all ensembles."""
-
-
-class _Pass:
-    """What the BN layers of one client do during the current forward pass, and what they saw."""
-
-    def __init__(self) -> None:
-        self.mode: _Mode = "stored"
-        self.fast = False
-        self.batches = 1  # how many batches one after another the input holds, each with statistics of its own
-        self.seen: list[tuple[str, Tensor, Tensor]] = []
-        self.given: LayerStatistics = {}
-
-
-class _Norm(nn.Module):
-    """A frozen `nn.BatchNorm2d` whose statistics can be chosen for each forward pass."""
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, source: nn.BatchNorm2d, name: str, current: _Pass) -> None:
-        super().__init__()
-        self.name, self.eps, self.current = name, source.eps, current
-        self.weight, self.bias = source.weight, source.bias
-        self.register_buffer("running_mean", source.running_mean)
-        self.register_buffer("running_var", source.running_var)
-
-    def forward(self, x: Tensor) -> Tensor:
-        current = self.current
-        if current.fast:
-            return self._fast(x)
-        if current.mode == "batch":
-            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        mean, var = self.running_mean, self.running_var
-        if current.mode in ("match", "measure"):
-            seen_mean, seen_var = _batch_statistics(x)
-            current.seen.append((self.name, seen_mean, seen_var))
-            if current.mode == "measure":
-                mean, var = seen_mean, seen_var
-        elif current.mode == "given":
-            mean, var = current.given[self.name]
-        return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
-
-    def _fast(self, x: Tensor) -> Tensor:
-        """The same in float32 arithmetic that a compiler can fuse, with statistics in one pass over x.
-
-        The variance is the mean square about the stored mean, less the square of the mean's distance from it: one pass
-        suffices, and no digits are lost, because the stored mean is close to the batch's.
-        """
-        current, wide = self.current, x if x.dtype == torch.float64 else x.float()
-        mean, var = self.running_mean, self.running_var
-        if current.mode == "stored":
-            return self._affine(wide, mean, var).to(x.dtype)
-        if current.mode == "match":
-            away = wide - mean.view(1, -1, 1, 1)
-            distance = away.mean((0, 2, 3))
-            current.seen.append((self.name, distance + mean, away.square().mean((0, 2, 3)) - distance.square()))
-            return self._affine(wide, mean, var).to(x.dtype)
-        half = len(wide) // 2 if current.mode == "both" else 0  # the first half by the stored statistics
-        own = wide[half:].reshape(current.batches, -1, *wide.shape[1:])  # [batches, B, C, H, W]
-        away = own - mean.view(-1, 1, 1)
-        distance = away.mean((1, 3, 4))
-        seen = away.square().mean((1, 3, 4)) - distance.square()
-        batch = self._affine(own, distance + mean, seen.clamp_min(0)).flatten(0, 1)
-        out = batch if not half else torch.cat([self._affine(wide[:half], mean, var), batch])
-        return out.to(x.dtype)
-
-    def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        """x [..., B, C, H, W] by statistics [..., C]."""
-        scale = torch.rsqrt(var + self.eps)
-        scale = scale if self.weight is None else scale * self.weight
-        shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        return x * scale.unsqueeze(-2)[..., None, None] + shift.unsqueeze(-2)[..., None, None]
 
 
 class Ensemble:
@@ -191,7 +116,7 @@ class Ensemble:
         """[N,B,C], each BN layer normalising with the given statistics (the noise-adapted teachers of Eq. 3)."""
         given = iter(statistics)
 
-        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
             with _forward(current, "given", next(given)):
                 output: Tensor = model(x)
             return output
@@ -209,7 +134,7 @@ class Ensemble:
             return logits, torch.stack(terms)
         losses: list[Tensor] = []
 
-        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
             with _forward(current, "match"):
                 output: Tensor = model(x)
             losses.append(_matching_loss(_norms(model), current, output))
@@ -221,7 +146,7 @@ class Ensemble:
         """[N,B,C] with the stored BN statistics, and the features [B,D] that each client's head was given."""
         features: list[Tensor] = []
 
-        def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
             seen: Tensor = _trunk(model)(x)
             features.append(seen)
             output: Tensor = model.get_submodule("head")(seen)
@@ -262,12 +187,12 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, x: Tensor, mode: _Mode, batches: int = 1) -> tuple[Tensor, list[Tensor]]:
+    def _fast(self, x: Tensor, mode: Mode, batches: int = 1) -> tuple[Tensor, list[Tensor]]:
         """[N,B,C] and what else each client gives (BN term, or features), by one compiled pass per architecture."""
         x = x.to(torch.bfloat16) if self.precision == "bf16" else x
         x = x.contiguous(memory_format=torch.channels_last)
 
-        def run(model: nn.Module, current: _Pass) -> tuple[Tensor, Tensor]:
+        def run(model: nn.Module, current: Pass) -> tuple[Tensor, Tensor]:
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             key = (mode, batches, self.precision, str(model))
             if key not in _PASSES:
@@ -278,7 +203,7 @@ class Ensemble:
         results = fast_path.side_by_side([partial(run, *client) for client in self._clients], x.device.type)
         return _stacked([logits for logits, _ in results]), [other for _, other in results]
 
-    def _stack(self, run: Callable[[nn.Module, _Pass, Tensor], Tensor], x: Tensor) -> Tensor:
+    def _stack(self, run: Callable[[nn.Module, Pass, Tensor], Tensor], x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
         with autocast(x.device.type, self.precision):
             outputs = [run(model, current, x) for model, current in self._clients]
@@ -312,17 +237,7 @@ def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
     return statistics
 
 
-def _batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    # Half-precision activations: the sums over batch and space need more bits than they have.
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    # Not torch.var_mean, which is five times slower on a CPU. The mean may be detached in the variance: the derivative
-    # of the mean square about m is 0 at the mean, so that the gradient stays exact.
-    rows = wide.movedim(1, -1).flatten(0, -2)
-    mean = rows.mean(0)
-    return mean, (rows - mean.detach()).square().mean(0)
-
-
-def _matching_loss(norms: Mapping[str, _Norm], current: _Pass, output: Tensor) -> Tensor:
+def _matching_loss(norms: Mapping[str, Norm], current: Pass, output: Tensor) -> Tensor:
     terms = [
         torch.linalg.vector_norm(mean - norms[name].running_mean)
         + torch.linalg.vector_norm(var - norms[name].running_var)
@@ -332,7 +247,7 @@ def _matching_loss(norms: Mapping[str, _Norm], current: _Pass, output: Tensor) -
 
 
 @contextmanager
-def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) -> Iterator[None]:
+def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None) -> Iterator[None]:
     current.mode, current.seen, current.given = mode, [], given or {}
     try:
         yield
@@ -341,7 +256,7 @@ def _forward(current: _Pass, mode: _Mode, given: LayerStatistics | None = None) 
 
 
 def _pass_function(
-    template: nn.Module, current: _Pass, mode: _Mode, batches: int
+    template: nn.Module, current: Pass, mode: Mode, batches: int
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """One forward pass as a function of a client's weights, for compilation."""
 
@@ -374,8 +289,8 @@ def _trunk(model: nn.Module) -> nn.Module:
     return trunk
 
 
-def _in_mode(mode: _Mode) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:
-    def run(model: nn.Module, current: _Pass, x: Tensor) -> Tensor:
+def _in_mode(mode: Mode) -> Callable[[nn.Module, Pass, Tensor], Tensor]:
+    def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
         with _forward(current, mode):
             output: Tensor = model(x)
         return output
@@ -383,15 +298,15 @@ def _in_mode(mode: _Mode) -> Callable[[nn.Module, _Pass, Tensor], Tensor]:
     return run
 
 
-def _private_copy(model: nn.Module) -> tuple[nn.Module, _Pass]:
-    current = _Pass()
+def _private_copy(model: nn.Module) -> tuple[nn.Module, Pass]:
+    current = Pass()
     private = copy.deepcopy(model).eval().requires_grad_(False)
     private = private.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    replaced: dict[nn.Module, _Norm] = {}  # a layer used in two places stays one layer, under its first name
+    replaced: dict[nn.Module, Norm] = {}  # a layer used in two places stays one layer, under its first name
     for name, module in list(private.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
             parent, _, attribute = name.rpartition(".")
-            norm = replaced.setdefault(module, _Norm(module, name, current))
+            norm = replaced.setdefault(module, Norm(module, name, current))
             setattr(private.get_submodule(parent), attribute, norm)
     return private, current
 
@@ -403,5 +318,5 @@ def _keep_in_bf16(model: nn.Module) -> None:
             module.to(torch.bfloat16)
 
 
-def _norms(model: nn.Module) -> dict[str, _Norm]:
-    return {module.name: module for module in model.modules() if isinstance(module, _Norm)}
+def _norms(model: nn.Module) -> dict[str, Norm]:
+    return {module.name: module for module in model.modules() if isinstance(module, Norm)}

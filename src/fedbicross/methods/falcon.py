@@ -27,7 +27,7 @@ from fedbicross.methods.features import (
     split_rows,
     take_prefix,
 )
-from fedbicross.methods.sequences import draw_apart, learn_guided, train_generator
+from fedbicross.methods.sequences import draw_apart, learn_guided, train_generator, tune
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -370,7 +370,8 @@ class Falcon(FeatureMethod[FalconConfig]):
 
         tokens, labels = self.config.tokens(client, ctx), torch.from_numpy(client.labels)
         rows, held_out = split_rows(client, ctx)
-        tuned = self._tune(client, reply.tensors, tokens[rows], labels[rows], (tokens[held_out], labels[held_out]), ctx)
+        unseen = (tokens[held_out], labels[held_out])
+        tuned = tune(client, reply.tensors, tokens[rows], labels[rows], unseen, self.config, ctx)
         states = [self.config.local_classifier(client, tokens, ctx), tuned, dict(reply.tensors)]
         shares = (0.0, 1.0, 0.0)
         if len(held_out):
@@ -390,42 +391,3 @@ class Falcon(FeatureMethod[FalconConfig]):
             weights,
             encoder=description,
         )
-
-    def _tune(
-        self,
-        client: Client,
-        start: Mapping[str, Tensor],
-        tokens: Tensor,
-        labels: Tensor,
-        validation: tuple[Tensor, Tensor],
-        ctx: Context,
-    ) -> dict[str, Tensor]:
-        """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
-        import torch
-        import torch.nn.functional as F
-
-        config, classes = self.config, len(ctx.task.classes)
-        head = config.classifier(tokens.shape[2], classes)
-        head.load_state_dict(dict(start))
-        head.to(ctx.device)
-        x_val, y_val = validation[0].to(ctx.device), validation[1].to(ctx.device)
-
-        def score() -> float:
-            with torch.no_grad():
-                return float(F.cross_entropy(head(x_val), y_val))
-
-        learn_guided(
-            f"personal {client.name}",
-            head,
-            [models.heads.load(config.head, start, classes).to(ctx.device)],
-            tokens,
-            labels,
-            config,
-            ctx,
-            epochs=config.epochs_personal,
-            lr=config.lr_personal,
-            batch=config.batch,
-            score=score if len(y_val) else None,
-            label=f"falcon: fine-tuning at {client.label}",
-        )
-        return {name: value.cpu() for name, value in head.state_dict().items()}

@@ -1,15 +1,15 @@
-"""FALCON's three pieces of work on token sequences: learn to generate them, draw new ones, learn from them."""
+"""FALCON's work on token sequences: learn to generate them, draw new ones, learn from them, fine-tune at a client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fedbicross import engine, models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.exchange import file_name
+from fedbicross.exchange import Client, file_name
 from fedbicross.methods.features import Fit, epoch_curve, forward_flops, make_optimiser, seeded
 
 if TYPE_CHECKING:
@@ -149,3 +149,43 @@ def learn_guided(
     ctx.record.add("curves", f"{name} classifier", epoch_curve(history, "Eq. 13", "loss"))
     answers = epochs if noise else 1
     ctx.record.flops += forward_flops(head, x[:1]) * len(y) * (3 * epochs + answers * len(teachers))
+
+
+def tune(
+    client: Client,
+    start: Mapping[str, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    unseen: tuple[Tensor, Tensor],
+    config: FalconConfig,
+    ctx: Context,
+) -> dict[str, Tensor]:
+    """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
+    import torch
+    import torch.nn.functional as F
+
+    classes = len(ctx.task.classes)
+    head = config.classifier(tokens.shape[2], classes)
+    head.load_state_dict(dict(start))
+    head.to(ctx.device)
+    x_val, y_val = unseen[0].to(ctx.device), unseen[1].to(ctx.device)
+
+    def score() -> float:
+        with torch.no_grad():
+            return float(F.cross_entropy(head(x_val), y_val))
+
+    learn_guided(
+        f"personal {client.name}",
+        head,
+        [models.heads.load(config.head, start, classes).to(ctx.device)],
+        tokens,
+        labels,
+        config,
+        ctx,
+        epochs=config.epochs_personal,
+        lr=config.lr_personal,
+        batch=config.batch,
+        score=score if len(y_val) else None,
+        label=f"falcon: fine-tuning at {client.label}",
+    )
+    return {name: value.cpu() for name, value in head.state_dict().items()}

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fedbicross import models
 from fedbicross.engine.device import set_precision
 from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.fast import WORTH_COMPILING
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import side_by_side, training
@@ -44,7 +45,31 @@ from fedbicross.steps.inversion import (
 from fedbicross.steps.trajectory import Sample, Teacher
 
 BATCH, CLASSES, SHAPE = 256, 8, (3, 28, 28)
-PATHS = {"plain fp32": ("fp32", False), "plain bf16": ("bf16", False), "fast bf16": ("bf16", True)}
+
+
+class Way(NamedTuple):
+    """How a step is made: in which precision, recorded as a graph or not, its passes compiled or not."""
+
+    precision: str
+    fast: bool = False
+    compile: bool = False
+
+    def ensemble(self, models: Sequence[nn.Module]) -> Ensemble:
+        made = Ensemble(models, self.precision, self.fast)
+        made.compile = made.compile if self.compile else ()
+        return made
+
+    def student(self, model: nn.Module) -> Student:
+        return Student(model, "cuda", self.precision, self.fast, WORTH_COMPILING["student"] if self.compile else 0)
+
+
+FAST = Way("bf16", fast=True, compile=True)
+WAYS = {
+    "plain fp32": Way("fp32"),
+    "plain bf16": Way("bf16"),
+    "recorded bf16": Way("bf16", fast=True),
+    "fast bf16": FAST,
+}
 
 
 def milliseconds(step: Callable[[], object], repeats: int) -> float:
@@ -96,18 +121,16 @@ def matrix_rate() -> float:
 # --- the steps ---------------------------------------------------------------------------------------------------
 
 
-def start_inversion(
-    count: int, precision: str, fast: bool, batch: int = BATCH, size: int = 28, at_once: int | None = None
-) -> Inversion:
-    ensemble = Ensemble(networks(count, size), precision, fast)
+def start_inversion(count: int, way: Way, batch: int = BATCH, size: int = 28, at_once: int | None = None) -> Inversion:
+    ensemble = way.ensemble(networks(count, size))
     ensemble.at_once = at_once
     rng = torch.Generator("cuda").manual_seed(0)
     settings = InversionSettings(batch=batch, steps=2000)
     return Inversion.start(ensemble, balanced_labels(batch, CLASSES), (SHAPE[0], size, size), settings, rng)
 
 
-def inversion(count: int, precision: str, fast: bool, batch: int = BATCH, size: int = 28) -> Callable[[], object]:
-    return start_inversion(count, precision, fast, batch, size).step
+def inversion(count: int, way: Way, batch: int = BATCH, size: int = 28) -> Callable[[], object]:
+    return start_inversion(count, way, batch, size).step
 
 
 def inversion_as_released(count: int) -> Callable[[], object]:
@@ -144,8 +167,8 @@ def inversion_as_released(count: int) -> Callable[[], object]:
     return step
 
 
-def teachers(count: int, precision: str, fast: bool, batches: int = 1) -> Callable[[], object]:
-    teacher = Teacher(Ensemble(networks(count), precision, fast))
+def teachers(count: int, way: Way, batches: int = 1) -> Callable[[], object]:
+    teacher = Teacher(way.ensemble(networks(count)))
     x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     if batches == 1:
         return lambda: teacher.speak(x, 0.5)
@@ -161,16 +184,16 @@ def sample(seed: int) -> Sample:
     return Sample(1, x, soft(seed), soft(seed + 100), 0.5, None)
 
 
-def student(precision: str, fast: bool, given: Sample | None = None) -> Callable[[], object]:
-    learner, config = Student(networks(1)[0], "cuda", precision, fast), SynthesisConfig()
+def student(way: Way, given: Sample | None = None) -> Callable[[], object]:
+    learner, config = way.student(networks(1)[0]), SynthesisConfig()
     lesson = given or sample(0)
     return lambda: config.learn(learner, lesson, 1e-3)
 
 
-def stage_two(clusters: int, precision: str, fast: bool) -> Callable[[], object]:
+def stage_two(clusters: int, way: Way) -> Callable[[], object]:
     rows, held = split_rows(BATCH, CLASSES, 0.2)
     stage = CrossCluster(
-        [Student(model, "cuda", precision, fast) for model in networks(clusters)],
+        [way.student(model) for model in networks(clusters)],
         torch.full((clusters, clusters), 1 / clusters, device="cuda"),
         SynthesisConfig().loss,
         torch.tensor(rows, device="cuda"),
@@ -205,9 +228,9 @@ def steps_table(count: int, rate: float) -> dict[str, Any]:
         table[name] = {"floor_ms": least}
         if name == "inversion":
             table[name]["as released, eager fp32"] = measure(inversion_as_released(count), 10)
-        for path, (precision, fast) in PATHS.items():
-            set_precision(precision)
-            table[name][path] = measure(make(precision, fast), 100 if fast else 15)
+        for path, way in WAYS.items():
+            set_precision(way.precision)
+            table[name][path] = measure(make(way), 100 if way.fast else 15)
             set_precision("fp32")
             clear()
         ratio = table[name]["plain fp32"]["ms"] / table[name]["fast bf16"]["ms"]
@@ -233,10 +256,10 @@ def growth() -> dict[str, Any]:
         return {"points": found, "exponent": slope}
 
     out = {
-        "N": series("N, inversion", [1, 5, 10, 20, 50], lambda n: inversion(n, "bf16", True)),
-        "K": series("K, stage 2", [2, 3, 4, 6, 8], lambda k: stage_two(k, "bf16", True)),
-        "B": series("B, inversion", [96, 256, 1024], lambda b: inversion(5, "bf16", True, batch=b)),
-        "pixels": series("pixels, inversion, B=96", [28, 56, 224], lambda s: inversion(5, "bf16", True, 96, s)),
+        "N": series("N, inversion", [1, 5, 10, 20, 50], lambda n: inversion(n, FAST)),
+        "K": series("K, stage 2", [2, 3, 4, 6, 8], lambda k: stage_two(k, FAST)),
+        "B": series("B, inversion", [96, 256, 1024], lambda b: inversion(5, FAST, batch=b)),
+        "pixels": series("pixels, inversion, B=96", [28, 56, 224], lambda s: inversion(5, FAST, 96, s)),
     }
     k_squared = [entry["ms"] / entry["x"] ** 2 for entry in out["K"]["points"]]
     out["K"]["ms_per_K_squared"] = [min(k_squared), max(k_squared)]
@@ -255,7 +278,7 @@ def in_24_gb() -> dict[str, Any]:
             share = 1.0 if at_once is None else 24e9 / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(share)
             try:
-                run = start_inversion(count, "bf16", True, batch, size, at_once)
+                run = start_inversion(count, FAST, batch, size, at_once)
                 found[label] = measure(run.step, 10)
                 images.append(run.images)
                 del run
@@ -275,11 +298,11 @@ def kernels(count: int, most: int = 12) -> dict[str, Any]:
     half = sample(0)
     half = half._replace(**{name: getattr(half, name)[: BATCH // 2] for name in ("images", "original", "adapted")})
     kinds: dict[str, Callable[[], Callable[[], object]]] = {  # made one by one: each compiles
-        "student": lambda: student("bf16", True),
-        "student, half a batch": lambda: student("bf16", True, half),
-        "both teachers of four batches": lambda: teachers(count, "bf16", True, 4),
-        "both teachers": lambda: teachers(count, "bf16", True),
-        "inversion": lambda: inversion(count, "bf16", True),
+        "student": lambda: student(FAST),
+        "student, half a batch": lambda: student(FAST, half),
+        "both teachers of four batches": lambda: teachers(count, FAST, 4),
+        "both teachers": lambda: teachers(count, FAST),
+        "inversion": lambda: inversion(count, FAST),
     }
     out: dict[str, Any] = {}
     for name, make in kinds.items():
@@ -303,14 +326,33 @@ def kernels(count: int, most: int = 12) -> dict[str, Any]:
     return out
 
 
+@torch.no_grad()
+def disturb(network: nn.Module, rng: torch.Generator) -> None:
+    """Batch normalisation as after a training: scales, shifts and statistics differ by channel."""
+    drawn = lambda like, low, high: torch.empty_like(like).uniform_(low, high, generator=rng)  # noqa: E731
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.weight.copy_(drawn(layer.weight, 0.5, 1.5))
+            layer.bias.copy_(drawn(layer.bias, -0.3, 0.3))
+    network.train()
+    x = torch.randn((BATCH, *SHAPE), device="cuda", generator=rng)
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = 1.0  # the statistics of this batch become the stored ones
+    network(x)
+    network.eval()
+
+
 def agreement(count: int) -> dict[str, float]:
     """Relative difference of the fast path from the plain one on the same inputs."""
     set_precision("fp32")
-    plain, fast = Ensemble(networks(count), "fp32"), Ensemble(networks(count), "bf16", fast=True)
-    eager = Ensemble(networks(count), "bf16")
+    clients = networks(count)
+    for number, client in enumerate(clients):  # fresh ones shift nothing and scale nothing: a fault would not show
+        disturb(client, torch.Generator("cuda").manual_seed(number))
+    ensembles = {name: way.ensemble(clients) for name, way in WAYS.items()}
     x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     out, reference = {}, dict[str, Tensor]()
-    for label, ensemble in {"plain fp32": plain, "plain bf16": eager, "fast bf16": fast}.items():
+    for label, ensemble in ensembles.items():
         leaf = x.clone().requires_grad_(True)
         logits, loss = ensemble.logits_and_bn_loss(leaf)
         total = F.cross_entropy(logits.mean(0), balanced_labels(BATCH, CLASSES, "cuda")) + 10 * loss.mean()
@@ -321,14 +363,6 @@ def agreement(count: int) -> dict[str, float]:
         if label != "plain fp32":
             out |= {f"{label}: {k}": float((v - reference[k]).norm() / reference[k].norm()) for k, v in found.items()}
     return out
-
-
-def compilation() -> dict[str, float]:
-    """Seconds of each phase of all compilations so far, the longest first; phases contain each other."""
-    from torch._dynamo.utils import compilation_time_metrics
-
-    summed = {name: sum(times) for name, times in compilation_time_metrics.items()}
-    return dict(sorted(summed.items(), key=lambda item: -item[1])[:15])
 
 
 def five_trainings(folder: Path, epochs: int) -> dict[str, Any]:
@@ -360,28 +394,22 @@ def five_trainings(folder: Path, epochs: int) -> dict[str, Any]:
         return took
 
     few = max(2, epochs // 20)
-    warm = seconds(1, "fp32", False)
-    slow = seconds(few, "fp32", False)
-    fast = seconds(epochs, "bf16", True)  # compilation and recording included
-    phases = compilation()
-    print("  " + "  ".join(f"{name} {value:.1f} s" for name, value in phases.items()), flush=True)
-    fewer = max(1, epochs // 5)
-    short = seconds(fewer, "bf16", True)
-    again = short * epochs / fewer
-    # Twice the epochs in one go, less the first: what an epoch takes when nothing is recorded any more.
-    steady = (seconds(2 * fewer, "bf16", True) - short) / fewer
-    scale = epochs / few
+    seconds(1, "fp32", False)
+    slow = seconds(few, "fp32", False) * epochs / few
+    fast = seconds(epochs, "bf16", True)  # recording included, and compilation where it is thought to pay
+    worth = WORTH_COMPILING["student"]
+    try:
+        WORTH_COMPILING["student"] = 0
+        compiled = seconds(epochs, "bf16", True)
+    finally:
+        WORTH_COMPILING["student"] = worth
     return {
         "epochs": epochs,
-        "eager_fp32_s": slow * scale,
+        "eager_fp32_s": slow,
         "eager_fp32_measured_epochs": few,
         "fast_s": fast,
-        "fast_compiled_before_s": again,
-        "fast_measured_epochs": fewer,
-        "fast_epoch_s": steady,
-        "compilation_s": phases,
-        "ratio": slow * scale / fast,
-        "first_epoch_s": warm,
+        "compiled_s": compiled,
+        "ratio": slow / fast,
     }
 
 

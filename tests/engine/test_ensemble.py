@@ -207,11 +207,11 @@ def test_a_copy_that_travels_says_the_same(models, x):
     for found, known in zip(copied.logits_and_bn_loss(x), expected, strict=True):
         assert torch.equal(found, known)
     torch.testing.assert_close(copied.batch_logits(x), ensemble.batch_logits(x), rtol=0, atol=0)
-    for model, _ in copied._clients:
-        for tensor in model.state_dict().values():
+    for client in copied._clients:
+        for tensor in client.model.state_dict().values():
             tensor.zero_()
     assert torch.equal(ensemble.logits(x), expected[0]), "its networks are its own"
-    assert all(tensor.is_meta for model, _ in ensemble.on("meta")._clients for tensor in model.state_dict().values())
+    assert all(tensor.is_meta for c in ensemble.on("meta")._clients for tensor in c.model.state_dict().values())
 
 
 def test_a_layer_used_twice_stays_one_layer(x):

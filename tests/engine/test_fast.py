@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fast import Captured, ahead, scalar, side_by_side
+from fedbicross.engine.fast import Captured, ahead, scalar, side_by_side, worth_compiling
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
@@ -36,10 +36,10 @@ def test_every_pass_equals_the_plain_one_in_float64() -> None:
     for name in ("logits", "batch_logits"):
         torch.testing.assert_close(getattr(fast, name)(x), getattr(plain, name)(x), rtol=0, atol=1e-10)
     for batches in (1, 2):
-        for ours, theirs in zip(fast.both_logits(x, batches), plain.both_logits(x, batches), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        ours, theirs = fast.batch_logits(x, batches), plain.batch_logits(x, batches)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     halves = torch.cat([plain.batch_logits(part) for part in (x[:4], x[4:])], dim=1)
-    torch.testing.assert_close(fast.both_logits(x, 2)[1], halves, rtol=0, atol=1e-10)
+    torch.testing.assert_close(fast.batch_logits(x, 2), halves, rtol=0, atol=1e-10)
     values = []
     for ensemble in (plain, fast):
         leaf = x.clone().requires_grad_(True)
@@ -69,9 +69,9 @@ def test_variance_in_one_pass_survives_a_mean_far_from_zero() -> None:
 
 def test_bf16_weights_are_kept_and_statistics_stay_wide() -> None:
     _, fast = both("bf16")
-    model = fast._clients[0][0]
+    model = fast._clients[0].model
     kinds = {type(m).__name__: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
-    assert kinds["Conv2d"] == {torch.bfloat16}
+    assert kinds["QuickConv2d"] == {torch.bfloat16}
     assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
     plain, _ = both("fp32")
     x = noise(64, 3, 6, 6).float()
@@ -138,3 +138,64 @@ def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
         ends.append([value for p in predictors.values() for state in p.states for _, value in sorted(state.items())])
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+def test_passes_that_are_not_compiled_equal_the_plain_ones() -> None:
+    plain, fast = both()
+    fast.compile = ()
+    x = noise(8, 3, 6, 6)
+    torch.testing.assert_close(fast.batch_logits(x, 2), plain.batch_logits(x, 2), rtol=0, atol=1e-10)
+    for ours, theirs in zip(fast.logits_and_bn_loss(x), plain.logits_and_bn_loss(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_only_what_is_asked_for_often_is_compiled() -> None:
+    assert worth_compiling({"match": 4_999, "batch": 30_000}) == {"batch"}
+    assert worth_compiling({"match": 5_000, "batch": 0, "student": 1_000_000}) == {"match", "student"}
+
+
+def test_clients_of_one_architecture_share_a_compilation() -> None:
+    _, fast = both()
+    fast.expect(["resnet18", "resnet18", "vgg8"], {"match": 2_500, "batch": 14_999})
+    assert fast.compile == {"match"}
+    fast.expect(["resnet18", "resnet8", "vgg8"], {"match": 2_500})
+    assert not fast.compile and not fast.subset([0]).compile
+
+
+def test_generators_compile_only_where_that_pays() -> None:
+    ctx = replace(tiny_context(), fast=True)
+    uploads = [create("dense").upload(client, ctx) for client in tiny_clients(5)]
+    long, short = create("dense"), create("dense", {"dense": {"epochs": 2}})
+    assert long.load_teachers(uploads, ctx).compile == {"match", "stored", "features"}  # type: ignore[attr-defined]
+    assert not short.load_teachers(uploads, ctx).compile  # type: ignore[attr-defined]
+
+
+def test_statistics_for_the_adapted_teacher_are_measured_in_bf16_too() -> None:
+    plain, fast = (
+        Ensemble([randomised(Tiny(), 0).float()]),
+        Ensemble([randomised(Tiny(), 0).float()], "bf16", fast=True),
+    )
+    x = noise(64, 3, 6, 6).float()
+    found = [e.update_statistics(e.initial_statistics(), x, 0.5)[0]["block.1"] for e in (plain, fast)]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == torch.float32 and float((ours - theirs).norm() / theirs.norm()) < 0.03
+    adapted = fast.adapted_logits(x, fast.update_statistics(fast.initial_statistics(), x, 0.5))
+    assert adapted.dtype == torch.float32 and adapted.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("fedbicross", set()),  # 500 steps of five clients: over before anything would be compiled
+        ("fedbicross:repeated", {"match", "batch", "stored"}),
+        ("fedisca", {"match", "batch", "stored"}),
+        ("fedisca:no_synthesis", {"batch", "stored"}),
+        ("e_fedisca", {"match", "batch", "stored"}),
+        ("e_fedisca:no_synthesis", {"batch", "stored"}),
+    ],
+)
+def test_what_a_method_compiles_at_the_papers_settings(spec: str, expected: set[str]) -> None:
+    ctx, clients = replace(tiny_context(), fast=True), tiny_clients(5)
+    method: Any = create(spec)
+    uploads = [method.upload(client, ctx) for client in clients]
+    assert method.config.load_teacher(spec, uploads, ctx).ensemble.compile == expected

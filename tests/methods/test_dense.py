@@ -109,7 +109,7 @@ def test_every_part_of_the_algorithm_matters(other: dict[str, Any], uploads: lis
 def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], uploads: list[Upload]) -> None:
     config, ctx = made(**settings).config, tiny_context()
     x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0), requires_grad=True)
-    labels, pupil, student = slow.labels_of(config, ctx), slow.Pupil(config, ctx), new_student(ctx, 0)
+    labels, pupil, student = slow.labels_of(config, ctx), slow.Pupil(config, ctx), new_student(ctx, 0, passes=0)
     expected = loss_of(config, slow.networks(uploads, ctx), pupil, x, labels)
     found = generator_loss(config, create("dense").load_teachers(uploads, ctx), student, x, labels)
     assert found[3] < 0, "student and teacher disagree somewhere"
@@ -125,7 +125,7 @@ def terms(config: Any, uploads: list[Upload], x: Tensor) -> tuple[list[Tensor], 
     ctx = tiny_context()
     ensemble = create("dense").load_teachers(uploads, ctx)
     leaf = x.clone().requires_grad_(True)
-    found = generator_loss(config, ensemble, new_student(ctx, 0), leaf, slow.labels_of(config, ctx))
+    found = generator_loss(config, ensemble, new_student(ctx, 0, passes=0), leaf, slow.labels_of(config, ctx))
     return found, torch.autograd.grad(found[2], leaf, allow_unused=True)[0] if found[2].requires_grad else leaf * 0
 
 

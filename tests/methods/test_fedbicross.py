@@ -330,25 +330,6 @@ def test_a_client_with_one_image_gets_a_personal_model() -> None:
     assert not np.allclose(answers, predictors["client-0"].probabilities(clients[0].images))
 
 
-@pytest.mark.parametrize(
-    ("scores", "said"),
-    [
-        ({"cluster model": 0.9, "own model": 0.2, "personal": 0.5}, ["worse than its cluster model"]),
-        ({"cluster model": 0.2, "own model": 0.9, "personal": 0.5}, ["worse than training alone"]),
-        ({"cluster model": 0.9, "own model": 0.9, "personal": 0.5}, ["its cluster model", "training alone"]),
-        ({"cluster model": 0.5, "own model": 0.5, "personal": 0.5}, []),
-        ({}, []),
-    ],
-)
-def test_a_personal_model_that_is_worse_is_warned_about(scores: dict[str, float], said: list[str]) -> None:
-    ctx = tiny_context()
-    bench()._compare(tiny_clients(1)[0], scores, ctx)
-    assert len(ctx.record.warnings) == len(said)
-    for text, warning in zip(said, ctx.record.warnings, strict=True):
-        assert text in warning and warning.startswith("client-0")
-    assert bool(ctx.record.diagnosis) == bool(scores)
-
-
 # --- settings --------------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
+from fedbicross import models as architectures
+from fedbicross.engine.device import set_precision
 from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.fast import Captured
 from fedbicross.steps import adaptation, bilevel, clustering, distill, inversion
 from fedbicross.steps import noise as structured
 from fedbicross.steps.inversion import Inversion, InversionSettings
@@ -118,3 +122,31 @@ def test_clustering_takes_device_tensors() -> None:
     images = noise(6, 3, 4, 4).cuda()
     signature = clustering.subspace_signature(images, torch.arange(6).cuda() % 2)
     assert clustering.pacfl([signature, signature], k=1).labels == (0, 0)
+
+
+@pytest.mark.parametrize(("precision", "off"), [("fp32", 1e-3), ("bf16", 0.1)])
+def test_every_way_to_make_a_pass_says_the_same(precision: str, off: float) -> None:
+    """Folded, as it is, and compiled, each recorded, against the plain pass in fp32."""
+    networks = [randomised(architectures.build("resnet8", 3, 8, 28), seed).float().cuda() for seed in (0, 1)]
+    x = noise(16, 3, 28, 28).float().cuda()
+
+    def passes(ensemble: Ensemble, x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_(True)
+        logits, terms = ensemble.logits_and_bn_loss(leaf)
+        (gradient,) = torch.autograd.grad(logits.square().mean() + terms.sum(), leaf)
+        with torch.no_grad():
+            return [ensemble.logits(x), ensemble.batch_logits(x, 2), logits.detach(), terms.detach(), gradient]
+
+    try:
+        set_precision("fp32")
+        expected = passes(Ensemble(networks), x)
+        for compiled in (False, True):
+            fast = Ensemble(networks, precision, fast=True)
+            fast.compile = fast.compile if compiled else ()
+            assert all(client.folded is not None for client in fast._clients)
+            recorded = Captured(partial(passes, fast))
+            for found in (recorded(x), recorded(x)):  # as recorded, and again
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert float((ours - theirs).norm() / theirs.norm()) < off
+    finally:
+        set_precision("bf16")

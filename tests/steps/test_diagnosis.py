@@ -15,6 +15,7 @@ from fedbicross.steps import diagnosis
 from fedbicross.steps.diagnosis import (
     Curves,
     Strip,
+    describe_personal,
     describe_student,
     describe_synthesis,
     describe_variety,
@@ -205,3 +206,22 @@ def test_images_that_are_all_alike_are_noticed_by_class():
     record = Record()
     describe_variety(record, "student", [0.5, 0.3, 0.1], CLASSES, "lower it")
     assert record.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ({"cluster model": 0.9, "own model": 0.2, "personal": 0.5}, ["worse than its cluster model"]),
+        ({"cluster model": 0.2, "own model": 0.9, "personal": 0.5}, ["worse than training alone"]),
+        ({"cluster model": 0.9, "own model": 0.9, "personal": 0.5}, ["its cluster model", "training alone"]),
+        ({"cluster model": 0.5, "own model": 0.5, "personal": 0.5}, []),
+        ({}, []),
+    ],
+)
+def test_a_personal_model_that_is_worse_is_warned_about(scores, said):
+    record = Record()
+    describe_personal(record, "client-0", scores)
+    assert len(record.warnings) == len(said)
+    for text, warning in zip(said, record.warnings, strict=True):
+        assert text in warning and warning.startswith("client-0")
+    assert bool(record.diagnosis) == bool(scores)

@@ -268,7 +268,7 @@ def test_the_estimate_of_what_autograd_keeps_holds(name):
     model = product_models.build(name, 3, 4, 16)
     product_models.initialise(model, torch.Generator().manual_seed(0))
     ensemble, held = Ensemble([model]), {}
-    own = {tensor.data_ptr() for tensor in ensemble._clients[0][0].state_dict().values()}
+    own = {tensor.data_ptr() for tensor in ensemble._clients[0].model.state_dict().values()}
 
     def pack(tensor):
         if tensor.data_ptr() not in own:

@@ -121,7 +121,7 @@ def test_a_teacher_whose_weight_is_zero_is_not_asked(adaptation, lam, asked, mon
     speaker, calls = teacher(adaptation), []
     for name, word in [("logits", "stored"), ("batch_logits", "batch")]:
         function = getattr(speaker.ensemble, name)
-        monkeypatch.setattr(speaker.ensemble, name, lambda x, f=function, w=word: calls.append(w) or f(x))
+        monkeypatch.setattr(speaker.ensemble, name, lambda x, *more, f=function, w=word: calls.append(w) or f(x, *more))
     speaker.speak(images()[0], lam)
     assert calls == asked
 

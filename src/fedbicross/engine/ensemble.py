@@ -1,8 +1,9 @@
 """N frozen client models behind one interface: logits, BN matching, batch-statistics and adapted teachers.
 
 Every `nn.BatchNorm2d` of a private copy of each model is replaced by `engine.norm.Norm`, whose statistics can be chosen
-for each pass. The plain path is the reference; the fast one runs one compiled function per architecture with each
-client's weights, clients side by side, in bf16 kept as such.
+for each pass. The plain path is the reference. On the fast one clients run side by side, in bf16 kept as such; passes
+that will be made often enough are one compiled function per architecture, called with each client's weights; and passes
+with stored statistics and without gradients are folded (`engine.fold`).
 
 Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
 `Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
@@ -11,9 +12,11 @@ Not thread-safe: the layers of a client share one small mutable record of what t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +25,29 @@ from torch.func import functional_call
 
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine.device import autocast
+from fedbicross.engine.fold import Fused, folded
+from fedbicross.engine.layers import quick
 from fedbicross.engine.norm import LayerStatistics as LayerStatistics
 from fedbicross.engine.norm import Mode, Norm, Pass
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 Statistics = list[LayerStatistics]
 """One `LayerStatistics` for each client; empty for a client without BN."""
 
 _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
 """Compiled passes, one per architecture, mode, number of batches and precision, shared by all ensembles."""
+
+
+@dataclass
+class _Client:
+    """A frozen network, what its BN layers are to do, and on the fast path the same network without them."""
+
+    model: nn.Module
+    current: Pass
+    folded: nn.Module | None = None
 
 
 class Ensemble:
@@ -45,14 +59,13 @@ class Ensemble:
 
     def __init__(self, models: Iterable[nn.Module], precision: str = "fp32", fast: bool = False) -> None:
         self.precision, self.fast = precision, fast
-        self._clients = [_private_copy(model) for model in models]  # one by one: a hundred may come from a generator
+        # One by one: a hundred may come from a generator.
+        self._clients = [_private_copy(model, precision, fast) for model in models]
         if not self._clients:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
         self.at_once: int | None = None  # how many clients' activations an inversion may keep in memory; none: all
-        if fast and precision == "bf16":  # as autocast would at each step
-            for model, _ in self._clients:
-                _keep_in_bf16(model)
+        self.compile: Collection[str] = get_args(Mode)  # passes that the fast path compiles; others run as they are
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -60,7 +73,7 @@ class Ensemble:
     @property
     def has_batchnorm(self) -> list[bool]:
         """For each client, whether it has BN layers with stored statistics."""
-        return [bool(_norms(model)) for model, _ in self._clients]
+        return [bool(_norms(client.model)) for client in self._clients]
 
     def subset(self, indices: Sequence[int]) -> Ensemble:
         """The ensemble of these clients, in this order, sharing the frozen copies: F_k of a cluster costs nothing."""
@@ -69,18 +82,25 @@ class Ensemble:
         chosen = object.__new__(Ensemble)
         chosen.precision, chosen.fast, chosen.captured = self.precision, self.fast, {}
         chosen._clients = [self._clients[i] for i in indices]
-        chosen.at_once = self.at_once
+        chosen.at_once, chosen.compile = self.at_once, self.compile
         return chosen
 
     def on(self, device: str) -> Ensemble:
         """A copy on this device with nothing recorded, so that it can travel to another process."""
         moved = self.subset(range(len(self)))
-        for _, current in moved._clients:
-            current.seen, current.given = [], {}  # left over from the last pass
+        for client in moved._clients:
+            client.current.seen, client.current.given = [], {}  # left over from the last pass
         moved._clients = copy.deepcopy(moved._clients)
-        for model, _ in moved._clients:
-            model.to(device)
+        for client in moved._clients:
+            client.model.to(device)
+            if client.folded is not None:
+                client.folded.to(device)
         return moved
+
+    def expect(self, architectures: Sequence[str], steps: Mapping[str, int]) -> None:
+        """Say how many steps of each kind will be made of all clients, so that only what pays is compiled."""
+        alike = max(Counter(architectures).values())  # clients of one architecture share a compilation
+        self.compile = fast_path.worth_compiling({mode: count * alike for mode, count in steps.items()})
 
     def groups(self) -> list[Ensemble]:
         """The clients in groups of at most ``at_once``, in order; the ensemble itself where all fit."""
@@ -91,37 +111,25 @@ class Ensemble:
 
     def logits(self, x: Tensor) -> Tensor:
         """[N,B,C] with the stored BN statistics (the original teachers)."""
-        if self.fast:
-            return self._fast(x, "stored")[0]
-        return self._stack(lambda model, _, x: model(x), x)
+        return self._run(x, "stored")[0]
 
-    def batch_logits(self, x: Tensor) -> Tensor:
+    def batch_logits(self, x: Tensor, batches: int = 1) -> Tensor:
         """[N,B,C], each BN layer normalising with the statistics of this batch; nothing stored changes.
 
-        So does the noise-adapted teacher of the authors' released code (a copy left in train mode).
+        So does the noise-adapted teacher of the authors' released code (a copy left in train mode). ``x`` may hold
+        several batches of one size: each is then normalised by statistics of its own.
         """
-        return self._fast(x, "batch")[0] if self.fast else self._stack(_in_mode("batch"), x)
-
-    def both_logits(self, x: Tensor, batches: int = 1) -> tuple[Tensor, Tensor]:
-        """`logits` and `batch_logits`; the fast path makes both in one pass over the batch and a copy of it.
-
-        ``x`` may hold several batches of one size: each is then normalised by statistics of its own.
-        """
-        if not self.fast:
-            return self.logits(x), torch.cat([self.batch_logits(batch) for batch in x.chunk(batches)], dim=1)
-        stored, batch = self._fast(torch.cat([x, x]), "both", batches)[0].chunk(2, dim=1)
-        return stored, batch
+        return self._run(x, "batch", batches)[0]
 
     def adapted_logits(self, x: Tensor, statistics: Statistics) -> Tensor:
         """[N,B,C], each BN layer normalising with the given statistics (the noise-adapted teachers of Eq. 3)."""
-        given = iter(statistics)
-
-        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
-            with _forward(current, "given", next(given)):
-                output: Tensor = model(x)
-            return output
-
-        return self._stack(run, x)
+        x = x.contiguous(memory_format=torch.channels_last)
+        outputs = []
+        with autocast(x.device.type, self.precision):
+            for client, given in zip(self._clients, statistics, strict=True):
+                with _forward(client.current, "given", given):
+                    outputs.append(client.model(x))
+        return _stacked(outputs)
 
     def logits_and_bn_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N,B,C] and [N]: the BN term of each client, Σ_layers ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂ (FedISCA, below Eq. 1).
@@ -129,40 +137,19 @@ class Ensemble:
         μ(x) and σ²(x) (biased) are those of each layer's input while the network normalises with its stored statistics.
         A client without BN has the term 0.
         """
-        if self.fast:
-            logits, terms = self._fast(x, "match")
-            return logits, torch.stack(terms)
-        losses: list[Tensor] = []
-
-        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
-            with _forward(current, "match"):
-                output: Tensor = model(x)
-            losses.append(_matching_loss(_norms(model), current, output))
-            return output
-
-        return self._stack(run, x), torch.stack(losses)
+        logits, terms = self._run(x, "match")
+        return logits, torch.stack(terms)
 
     def logits_and_features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """[N,B,C] with the stored BN statistics, and the features [B,D] that each client's head was given."""
-        features: list[Tensor] = []
-
-        def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
-            seen: Tensor = _trunk(model)(x)
-            features.append(seen)
-            output: Tensor = model.get_submodule("head")(seen)
-            return output
-
-        if self.fast:
-            logits, features = self._fast(x, "features")
-        else:
-            logits = self._stack(run, x)
+        logits, features = self._run(x, "features")
         return logits, [feature.float() if feature.dtype == torch.bfloat16 else feature for feature in features]
 
     def initial_statistics(self) -> Statistics:
         """The stored statistics, from which Eq. 3 starts; copies, so that updating them changes no model."""
         return [
-            {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in _norms(model).items()}
-            for model, _ in self._clients
+            {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in _norms(client.model).items()}
+            for client in self._clients
         ]
 
     @torch.no_grad()
@@ -174,11 +161,11 @@ class Ensemble:
         running variance that torch itself would keep is the unbiased one.
         """
         updated: Statistics = []
-        for (model, current), old in zip(self._clients, statistics, strict=True):
-            with _forward(current, "measure"):
-                model(x)
+        for client, old in zip(self._clients, statistics, strict=True):
+            with _forward(client.current, "measure"), autocast(x.device.type, self.precision):
+                client.model(x)
             new = dict(old)
-            for name, mean, var in current.seen:
+            for name, mean, var in client.current.seen:
                 old_mean, old_var = new[name]
                 new[name] = (
                     momentum * old_mean + (1 - momentum) * mean.to(old_mean.dtype),
@@ -187,27 +174,30 @@ class Ensemble:
             updated.append(new)
         return updated
 
-    def _fast(self, x: Tensor, mode: Mode, batches: int = 1) -> tuple[Tensor, list[Tensor]]:
-        """[N,B,C] and what else each client gives (BN term, or features), by one compiled pass per architecture."""
-        x = x.to(torch.bfloat16) if self.precision == "bf16" else x
-        x = x.contiguous(memory_format=torch.channels_last)
+    def _run(self, x: Tensor, mode: Mode, batches: int = 1) -> tuple[Tensor, list[Tensor]]:
+        """[N,B,C] and what else each client gives: its BN term, or its features."""
+        x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, on a CPU and on a GPU
+        if self.fast and self.precision == "bf16":
+            x = x.to(torch.bfloat16)
+        jobs = [partial(self._pass, client, x, mode, batches) for client in self._clients]
+        results = fast_path.side_by_side(jobs, x.device.type if self.fast else "cpu")
+        return _stacked([logits for logits, _ in results]), [other for _, other in results]
 
-        def run(model: nn.Module, current: Pass) -> tuple[Tensor, Tensor]:
+    def _pass(self, client: _Client, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
+        """One client's pass, in the quickest way that there is for it."""
+        if mode == "stored" and client.folded is not None and not (x.requires_grad and torch.is_grad_enabled()):
+            output = client.folded(x)
+            return output, _nothing(output)
+        if self.fast and mode in self.compile:
+            model = client.model
             state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             key = (mode, batches, self.precision, str(model))
             if key not in _PASSES:
-                _PASSES[key] = fast_path.compiled(_pass_function(model, current, mode, batches))
+                _PASSES[key] = fast_path.compiled(_pass_function(model, client.current, mode, batches))
             logits, other = _PASSES[key](state, x)
             return logits, other
-
-        results = fast_path.side_by_side([partial(run, *client) for client in self._clients], x.device.type)
-        return _stacked([logits for logits, _ in results]), [other for _, other in results]
-
-    def _stack(self, run: Callable[[nn.Module, Pass, Tensor], Tensor], x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)  # the faster layout, here and on a GPU
         with autocast(x.device.type, self.precision):
-            outputs = [run(model, current, x) for model, current in self._clients]
-        return _stacked(outputs)
+            return _plain_pass(client.model, client.current, x, mode, batches)
 
 
 def _stacked(outputs: Sequence[Tensor]) -> Tensor:
@@ -243,7 +233,11 @@ def _matching_loss(norms: Mapping[str, Norm], current: Pass, output: Tensor) -> 
         + torch.linalg.vector_norm(var - norms[name].running_var)
         for name, mean, var in current.seen
     ]
-    return torch.stack(terms).sum() if terms else output.new_zeros(())
+    return torch.stack(terms).sum() if terms else _nothing(output)
+
+
+def _nothing(output: Tensor) -> Tensor:
+    return output.new_zeros((), dtype=torch.float32)
 
 
 @contextmanager
@@ -253,6 +247,16 @@ def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None) ->
         yield
     finally:
         current.mode = "stored"
+
+
+def _plain_pass(model: nn.Module, current: Pass, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
+    """The reference: the network as it is."""
+    if mode == "features":
+        seen: Tensor = _trunk(model)(x)
+        return model.get_submodule("head")(seen), seen
+    with _forward(current, mode):
+        output: Tensor = torch.cat([model(part) for part in x.chunk(batches)]) if batches > 1 else model(x)
+    return output, _matching_loss(_norms(model), current, output) if mode == "match" else _nothing(output)
 
 
 def _pass_function(
@@ -276,7 +280,7 @@ def _pass_function(
             for name, mean, var in current.seen
         ]
         current.mode, current.seen, current.fast = "stored", [], False
-        return output, torch.stack(terms).sum() if terms else output.new_zeros((), dtype=torch.float32)
+        return output, torch.stack(terms).sum() if terms else _nothing(output)
 
     return run_features if mode == "features" else run
 
@@ -289,16 +293,7 @@ def _trunk(model: nn.Module) -> nn.Module:
     return trunk
 
 
-def _in_mode(mode: Mode) -> Callable[[nn.Module, Pass, Tensor], Tensor]:
-    def run(model: nn.Module, current: Pass, x: Tensor) -> Tensor:
-        with _forward(current, mode):
-            output: Tensor = model(x)
-        return output
-
-    return run
-
-
-def _private_copy(model: nn.Module) -> tuple[nn.Module, Pass]:
+def _private_copy(model: nn.Module, precision: str, fast: bool) -> _Client:
     current = Pass()
     private = copy.deepcopy(model).eval().requires_grad_(False)
     private = private.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -308,13 +303,19 @@ def _private_copy(model: nn.Module) -> tuple[nn.Module, Pass]:
             parent, _, attribute = name.rpartition(".")
             norm = replaced.setdefault(module, Norm(module, name, current))
             setattr(private.get_submodule(parent), attribute, norm)
-    return private, current
+    if not fast:
+        return _Client(private, current)
+    without = folded(quick(private))
+    if precision == "bf16":  # as autocast would at each step
+        for network in (private, without) if without is not None else (private,):
+            _keep_in_bf16(network)
+    return _Client(private, current, without)
 
 
 def _keep_in_bf16(model: nn.Module) -> None:
     """Weights of convolutions and linear layers in bf16; batch normalisation and its statistics stay as they are."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
+        if isinstance(module, nn.Conv2d | nn.Linear | Fused):
             module.to(torch.bfloat16)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 """BN layer name → (mean, biased variance), each of shape [channels]."""
 
-Mode = Literal["stored", "match", "batch", "both", "measure", "given", "features"]
+Mode = Literal["stored", "match", "batch", "measure", "given", "features"]
 
 
 class Pass:
@@ -70,21 +70,25 @@ class Norm(nn.Module):
             distance = away.mean((0, 2, 3))
             current.seen.append((self.name, distance + mean, away.square().mean((0, 2, 3)) - distance.square()))
             return self._affine(wide, mean, var).to(x.dtype)
-        half = len(wide) // 2 if current.mode == "both" else 0  # the first half by the stored statistics
-        own = wide[half:].reshape(current.batches, -1, *wide.shape[1:])  # [batches, B, C, H, W]
+        own = wide.reshape(current.batches, -1, *wide.shape[1:])  # [batches, B, C, H, W]
         away = own - mean.view(-1, 1, 1)
         distance = away.mean((1, 3, 4))
         seen = away.square().mean((1, 3, 4)) - distance.square()
-        batch = self._affine(own, distance + mean, seen.clamp_min(0)).flatten(0, 1)
-        out = batch if not half else torch.cat([self._affine(wide[:half], mean, var), batch])
-        return out.to(x.dtype)
+        return self._affine(own, distance + mean, seen.clamp_min(0)).flatten(0, 1).to(x.dtype)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Scale and shift of each channel [C] by the stored statistics."""
+        return self._scale_and_shift(self.running_mean, self.running_var)
 
     def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         """x [..., B, C, H, W] by statistics [..., C]."""
+        scale, shift = self._scale_and_shift(mean, var)
+        return x * scale.unsqueeze(-2)[..., None, None] + shift.unsqueeze(-2)[..., None, None]
+
+    def _scale_and_shift(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
-        shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        return x * scale.unsqueeze(-2)[..., None, None] + shift.unsqueeze(-2)[..., None, None]
+        return scale, -mean * scale if self.bias is None else self.bias - mean * scale
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

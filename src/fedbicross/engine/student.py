@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbicross.engine.device import autocast
-from fedbicross.engine.fast import compiled
+from fedbicross.engine.fast import WORTH_COMPILING, compiled, worth_compiling
+from fedbicross.engine.layers import quick
 
 _COMPILED: dict[str, Callable[..., Tensor]] = {}
 
@@ -19,10 +20,19 @@ class Student:
     """Parameters, batch-normalisation statistics and momentum of one network, all in place on one device.
 
     ``gradient`` and ``update`` are apart because FedBiCross needs the gradients of several losses at one point.
+    ``passes`` is how many all students of this architecture will be asked for: the fast path compiles where that pays.
     """
 
-    def __init__(self, model: nn.Module, device: str = "cpu", precision: str = "fp32", fast: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str = "cpu",
+        precision: str = "fp32",
+        fast: bool = False,
+        passes: int = WORTH_COMPILING["student"],
+    ) -> None:
         self.device, self.precision, self.fast = device, precision, fast
+        model = quick(model) if fast else model
         self.model = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
@@ -30,7 +40,9 @@ class Student:
         self.scratch = {name: b.clone() for name, b in self.buffers.items()}  # moved instead, where nothing should be
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
         self.forward = self._forward
-        if fast:  # weights are arguments, so that students of one architecture share one compilation
+        if fast and worth_compiling(
+            {"student": passes}
+        ):  # weights are arguments, so that students of one architecture share one compilation
             self.forward = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
 
     def logits(self, x: Tensor, track: bool = True, use_compiled: bool = True) -> Tensor:

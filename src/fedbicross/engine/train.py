@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from fedbicross.engine.recipe import Training
 
 SECONDS_BETWEEN_CHECKPOINTS = 20.0
-WORTH_COMPILING = 1000  # steps; compilation takes about as long as so many steps save
-WORTH_RECORDING = 100
+WORTH_RECORDING = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,8 @@ def training(
     x_val, y_val = to_device(images[val_rows], device), torch.from_numpy(labels[val_rows]).to(device)
 
     steps = last * len(train_rows) // recipe.batch_size
-    network = Student(model, device, precision, fast and steps >= WORTH_COMPILING)
-    work = _Work(network, x, y, recipe, fast and steps >= WORTH_RECORDING)
+    network = Student(model, device, precision, fast and steps >= WORTH_RECORDING, steps)
+    work = _Work(network, x, y, recipe)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)
     best_state = network.copies()
@@ -228,8 +227,8 @@ def training(
 class _Work:
     """Steps and validation of one network on one site's images; on the fast path as recorded graphs."""
 
-    def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training, fast: bool) -> None:
-        self.network, self.x, self.y, self.recipe, self.fast = network, x, y, recipe, fast
+    def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training) -> None:
+        self.network, self.x, self.y, self.recipe, self.fast = network, x, y, recipe, network.fast
         self.recorded: dict[int, Captured] = {}  # by batch size: the last batch of an epoch is smaller
         self.validation: Captured | None = None
 

@@ -123,7 +123,8 @@ class DAFL(GenerativeMethod[DAFLConfig]):
         import torch
 
         config = self.config
-        ensemble, student, total = self.load_teachers(uploads, ctx), new_student(ctx, 0), config.epochs * config.steps
+        total = config.epochs * config.steps
+        ensemble, student = self.load_teachers(uploads, ctx), new_student(ctx, 0, total)
         settings = generator_settings(config, output=config.output, eps=0.8, init="uniform")
         generator = steps.generators.ImageGenerator(settings, image_shape(ctx), config.batch, ctx.device, ctx.precision)
         generator.reset(ctx.torch_rng("generator"))

@@ -57,6 +57,16 @@ class EFedISCAConfig(ShotsConfig):
     synthesis: bool = Field(True, description="false: noise only (ablations b and d)")
     mixing: bool = Field(True, description="false: stored images only (ablation a)")
 
+    @property
+    def synthesis_steps(self) -> int:
+        """Of the one synthesis, unless an ablation leaves it out."""
+        return self.steps if self.synthesis else 0
+
+    @property
+    def distillation_steps(self) -> int:
+        """Of all epochs."""
+        return self.epochs * self.steps_distil
+
 
 class EFedISCA(MultiShotMethod[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
@@ -100,7 +110,8 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         config = self.config
         shot, ctx = self.at_shot(uploads, ctx)
         teacher = config.load_teacher(self.name, uploads, ctx)
-        watch = Watch("student", ctx, config.steps, config.epochs * config.steps_distil)
+        total = config.distillation_steps
+        watch = Watch("student", ctx, config.steps, total)
         stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
         student = self.first_student(shot, ctx)
@@ -114,7 +125,6 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
             if statistics is not None:
                 saved = on_device(take_group(checkpoint[0], "statistics"), ctx.device)
                 statistics = engine.ensemble.statistics_from_tensors(saved)
-        total = config.epochs * config.steps_distil
         update = ctx.progress.start(f"{self.name}: distillation", total)
         for epoch in range(begin, config.epochs):
             mixtures = Mixtures(epoch, stored, noise, config, ctx)
@@ -141,9 +151,8 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
             done = 0
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        synthesised = config.steps if config.synthesis else 0
         ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, synthesised, total
+            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
         )
         reply = self.reply(student, shot, ctx)
         return [reply for _ in uploads]

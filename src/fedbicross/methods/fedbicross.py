@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -73,6 +73,11 @@ class FedBiCrossConfig(SynthesisConfig):
     epochs_personal: int = Field(10, ge=0, description="of stage 3 (paper: 10)")
     lr_personal: float = Field(1e-3, gt=0, description="rate of stage 3 (not given; local training has 1e-3)")
     batch_personal: int = Field(128, ge=2, description="batch of stage 3 (not given; local training has 128)")
+
+    @property
+    def distillation_steps(self) -> int:
+        """R · T."""
+        return self.trajectories * self.steps
 
     @field_validator("clusters")
     @classmethod
@@ -185,7 +190,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         teachers = [_of_cluster(everyone, members) for members in clustering.members()]
         students = self._train_cluster_models(teachers, features, clustering, ctx)
         clients = [upload.task.model for upload in uploads]
-        total, count = self.config.trajectories * self.config.steps, clustering.k
+        total, count = self.config.distillation_steps, clustering.k
         ctx.record.flops += synthesis_flops(ctx, clients, self.config.batch, total, total, students=count * (count + 1))
         replies = [
             Reply(student.state(), {"architecture": ctx.task.model, "cluster": k, "clusters": clustering.k})
@@ -256,8 +261,8 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         import torch
 
         config, count = self.config, len(teachers)
-        total = config.trajectories * config.steps
-        students = [new_student(ctx, k) for k in range(count)]
+        total = config.distillation_steps
+        students = [new_student(ctx, k, count * (count + 1) * total) for k in range(count)]
         watches = [Watch(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
         learned = config.weights == "bilevel" and count > 1
         kind = "uniform" if config.weights == "bilevel" else config.weights
@@ -367,24 +372,8 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-        self._compare(client, scores, ctx)
+        steps.diagnosis.describe_personal(ctx.record, client.label, scores)
         return Predictor(ctx.task, (architecture,), (personal,))
-
-    def _compare(self, client: Client, scores: Mapping[str, Any], ctx: Context) -> None:
-        """On the client's own validation images: is the personal model worth having?"""
-        if not scores:
-            return
-        title = f"{client.label}: accuracy on its own validation images"
-        ctx.record.add("tables", title, {"columns": list(scores), "rows": [[round(v, 4) for v in scores.values()]]})
-        if scores["personal"] < scores["cluster model"]:
-            ctx.record.warn(
-                f"{client.label}: the personal model is worse than its cluster model; raise gamma or lower lr_personal"
-            )
-        if scores["personal"] < scores["own model"]:
-            ctx.record.warn(
-                f"{client.label}: the personal model is worse than training alone on its own validation images; "
-                "raise delta or epochs_personal, or lower temperature_personal"
-            )
 
 
 def _of_cluster(everyone: Teacher, members: Sequence[int]) -> Teacher:

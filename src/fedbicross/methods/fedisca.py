@@ -43,6 +43,16 @@ class FedISCAConfig(ShotsConfig):
     synthesis: bool = Field(True, description="false: train on fresh N(0,1) noise only (ablation w/o IS)")
     intermediate: bool = Field(True, description="false: train on finished images only (ablation w/o N, DeepInversion)")
 
+    @property
+    def distillation_steps(self) -> int:
+        """Of all epochs."""
+        return self.epochs * self.steps
+
+    @property
+    def synthesis_steps(self) -> int:
+        """One for each batch; none in the ablation on noise."""
+        return self.distillation_steps if self.synthesis else 0
+
 
 class FedISCA(MultiShotMethod[FedISCAConfig]):
     """One global student for everyone."""
@@ -76,7 +86,7 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
         config = self.config
         shot, ctx = self.at_shot(uploads, ctx)
-        total = config.epochs * config.steps
+        total = config.distillation_steps
         teacher = config.load_teacher(self.name, uploads, ctx)
         student = self.first_student(shot, ctx)
         watch = Watch("student", ctx, config.steps, total)
@@ -109,9 +119,8 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
                     ctx.save_stage_when_due("distillation", state)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        synthesised = total if config.synthesis else 0
         ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, synthesised, total
+            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
         )
         reply = self.reply(student, shot, ctx)
         return [reply for _ in uploads]

@@ -186,7 +186,7 @@ class FedLMG(Method[FedLMGConfig]):
         import torch.nn.functional as F
 
         config = self.config
-        student = new_student(ctx, 0)
+        student = new_student(ctx, 0, config.epochs * len(images) // config.batch)
         begin, checkpoint = 0, ctx.load_stage("student")
         if checkpoint is not None:
             begin = checkpoint[1]["epoch"]

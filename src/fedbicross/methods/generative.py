@@ -28,6 +28,7 @@ class GenerativeConfig(MethodConfig):
     """The generator and the student's optimiser."""
 
     epochs: int = Field(200, ge=1, description="T: rounds of generating and distilling")
+    steps: int = Field(30, ge=1, description="T_G: steps of the generator per epoch (paper: 30)")
     batch: int = Field(256, ge=2, description="B: images per generated batch")
     latent: int = Field(256, ge=1, description="length of the latent vector z")
     width: int = Field(128, ge=2, description="channels of the generator (authors' code: 128); fewer are faster")
@@ -60,7 +61,6 @@ class GenerativeConfig(MethodConfig):
 class ReplayConfig(GenerativeConfig):
     """A generator that is trained for a few steps per epoch, and a pool of all that it made."""
 
-    steps: int = Field(30, ge=1, description="T_G: steps of the generator per epoch (paper: 30)")
     alpha_bn: float = Field(1.0, ge=0, description="weight of the batch-norm term, the mean over clients")
     reset: bool = Field(True, description="start every epoch with a new generator; false: one for the whole run")
     learn_latent: bool = Field(False, description="train the latent vectors too (authors' code: yes); needs reset")
@@ -137,6 +137,8 @@ class GenerativeMethod(Method[GenerativeT]):
         ensemble.at_once = self.config.teachers_at_once or steps.inversion.clients_that_fit(
             architectures, shape, self.config.batch, ctx.device
         )
+        made = self.config.epochs * self.config.steps
+        ensemble.expect(architectures, {"match": made, "stored": made, "features": made})
         if self.needs_batchnorm:
             steps.teachers.need_batchnorm(ensemble, names, self.name)
         return ensemble
@@ -222,7 +224,8 @@ class Replay:
         import torch
 
         self.config, self.ensemble, self.ctx = config, ensemble, ctx
-        self.student, self.pool = new_student(ctx, 0), steps.pool.Pool(config.pool, config.storage)
+        self.learning = sum(config.steps_of(epoch) for epoch in range(config.epochs))
+        self.student, self.pool = new_student(ctx, 0, self.learning), steps.pool.Pool(config.pool, config.storage)
         settings = generator_settings(config)
         self.generator: ImageGenerator = steps.generators.ImageGenerator(
             settings, image_shape(ctx), config.batch, ctx.device, ctx.precision, config.learn_latent
@@ -231,7 +234,6 @@ class Replay:
         self.weights = torch.full((len(ensemble),), 1 / len(ensemble), device=ctx.device)  # of the clients
         self.best = torch.full((), torch.inf, device=ctx.device)
         self.candidate = torch.zeros((config.batch, *image_shape(ctx)), device=ctx.device)
-        self.learning = sum(config.steps_of(epoch) for epoch in range(config.epochs))
         self.watch = GeneratorWatch(ctx, config.epochs, config.epochs * config.steps, self.learning)
         self.history = [self.weights.clone()]  # of the weights, one entry per finished epoch
         self.epoch = self.made = self.taught = 0

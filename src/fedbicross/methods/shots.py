@@ -87,7 +87,7 @@ class MultiShotMethod(GlobalStudentMethod[ShotsT]):
 
     def first_student(self, shot: int, ctx: Context) -> Student:
         """A new student, or the last shot's where that is trained further; its momentum is always new."""
-        student = new_student(ctx, 0)
+        student = new_student(ctx, 0, self.config.distillation_steps)
         if shot > 1 and self.config.student_start == "last":
             last = ctx.at_shot(shot - 1).load_stage("student")
             if last is None:

@@ -55,6 +55,16 @@ class SynthesisConfig(MethodConfig):
         None, ge=1, description="clients in memory at once during synthesis; none: as many as fit (ours, for large N)"
     )
 
+    @property
+    def distillation_steps(self) -> int:
+        """How many batches a student learns from."""
+        return self.steps
+
+    @property
+    def synthesis_steps(self) -> int:
+        """Steps of all syntheses together: one for each batch."""
+        return self.distillation_steps
+
     def inversion(self, image_size: int) -> InversionSettings:
         """The settings of the synthesis at this image size."""
         jitter = self.jitter if self.jitter is not None else (30 if image_size > 128 else 2)
@@ -87,6 +97,8 @@ class SynthesisConfig(MethodConfig):
         ensemble.at_once = self.teachers_at_once or steps.inversion.clients_that_fit(
             architectures, ctx.architecture[1:], self.batch, ctx.device
         )
+        asked = self.distillation_steps
+        ensemble.expect(architectures, {"match": self.synthesis_steps, "batch": asked, "stored": asked})
         weights = None
         if self.teacher == "class_weighted":
             counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
@@ -169,10 +181,10 @@ def rate(schedule: str, progress: float) -> float:
     return steps.distill.cosine(progress) if schedule == "cosine" else 1.0
 
 
-def new_student(ctx: Context, number: int) -> Student:
-    """A freshly initialised student; number k is that of cluster k."""
+def new_student(ctx: Context, number: int, passes: int) -> Student:
+    """A freshly initialised student; number k is that of cluster k. ``passes`` is what all students make together."""
     model = ctx.new_model(ctx.torch_rng("student", str(number)))
-    return engine.student.Student(model, ctx.device, ctx.precision, ctx.fast)
+    return engine.student.Student(model, ctx.device, ctx.precision, ctx.fast, passes)
 
 
 def image_shape(ctx: Context) -> tuple[int, int, int]:

@@ -233,3 +233,18 @@ def describe_weights(
                 record.warn(
                     f"the weights of cluster {k} collapsed onto {where}; lower lr_weights, or use weight_step=mirror"
                 )
+
+
+def describe_personal(record: Record, client: str, scores: Mapping[str, float]) -> None:
+    """On a client's own validation images: is the personal model worth having? Nothing where there are none."""
+    if not scores:
+        return
+    title = f"{client}: accuracy on its own validation images"
+    record.add("tables", title, {"columns": list(scores), "rows": [[round(v, 4) for v in scores.values()]]})
+    if scores["personal"] < scores["cluster model"]:
+        record.warn(f"{client}: the personal model is worse than its cluster model; raise gamma or lower lr_personal")
+    if scores["personal"] < scores["own model"]:
+        record.warn(
+            f"{client}: the personal model is worse than training alone on its own validation images; "
+            "raise delta or epochs_personal, or lower temperature_personal"
+        )

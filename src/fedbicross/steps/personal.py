@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
-from fedbicross.engine.fast import Captured
+from fedbicross.engine.fast import Captured, scalar
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import epoch_batches, split_validation
@@ -52,9 +52,10 @@ def distil_personal(
     images = to_device(client.images, ctx.device)
     labels = torch.from_numpy(client.labels).to(ctx.device)
     cached = torch.cat([member_logits(networks, part, ctx.precision) for part in torch.split(images, 500)], dim=1)
-    student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision)
+    student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision, ctx.fast, passes=0)
     update = ctx.progress.start(f"personalising {client.label}", max(epochs, 1))
     recorded: dict[int, Captured] = {}  # by batch size
+    rate = scalar(lr, ctx.device) if ctx.fast else lr
 
     def step(index: Tensor) -> list[Tensor]:
         def loss_of(logits: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def distil_personal(
             return personal_loss(logits, labels[index], cached[0, index], cached[1, index], **given).total
 
         loss, gradients = student.gradient(normalise(images[index]), loss_of)
-        student.update(gradients, lr, momentum, weight_decay)
+        student.update(gradients, rate, momentum, weight_decay)
         return [loss]
 
     for epoch in range(epochs):

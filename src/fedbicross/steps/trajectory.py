@@ -52,16 +52,15 @@ class Teacher:
         return self._soft(self.ensemble.logits(x))
 
     @torch.no_grad()
-    def adapted(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
-        """Soft labels of F̃: by the batch's own statistics, or by the given ones."""
+    def adapted(self, x: Tensor, statistics: Statistics | None = None, batches: int = 1) -> Tensor:
+        """Soft labels of F̃: by the given statistics, or by those of each of the batches that x holds."""
         if statistics is None:
-            return self._soft(self.ensemble.batch_logits(x))
+            return self._soft(self.ensemble.batch_logits(x, batches))
         return self._soft(self.ensemble.adapted_logits(x, statistics))
 
-    @torch.no_grad()
     def both(self, x: Tensor, batches: int = 1) -> list[Tensor]:
-        """Soft labels of F, and of F̃ by the batch's own statistics, or by those of each of several batches."""
-        return [self._soft(logits) for logits in self.ensemble.both_logits(x, batches)]
+        """Soft labels of F, and of F̃ by the statistics of each of the batches that x holds."""
+        return [self.original(x), self.adapted(x, batches=batches)]
 
     def speak(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
         """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
@@ -78,7 +77,7 @@ class Teacher:
         return adapted, adapted, lam
 
     def speak_together(self, batches: Sequence[Tensor], lams: Sequence[float]) -> list[tuple[Tensor, Tensor, float]]:
-        """`speak` for several batches of one size; on the fast path in one pass, which uses a GPU better."""
+        """`speak` for several batches of one size; on the fast path one pass a teacher, which uses a GPU better."""
         if not self.ensemble.fast or self.adaptation != "batch" or len(batches) < 2:
             return [self.speak(x, lam) for x, lam in zip(batches, lams, strict=True)]
         count = len(batches)

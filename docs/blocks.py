@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
@@ -491,6 +492,30 @@ def _longer(run: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and {log}."
 
 
+def _progress(config: str, page: Path, root: Path) -> str:
+    """All stages of FedBiCross's rows from a log of their progress; a row that was stopped is taken to its end."""
+    file = root / "results" / "benchmarks" / "fedbicross.csv"
+    with file.open(encoding="utf-8", newline="") as lines:
+        stamps = [(float(s["seconds"]), s["stage"], int(s["done"]), int(s["total"])) for s in csv.DictReader(lines)]
+    methods = tomllib.loads((root / "configs" / f"{config}.toml").read_text(encoding="utf-8"))["methods"]
+    names = [name for name in methods if name.startswith("fedbicross")]
+    begins = [i for i, (_, stage, done, _) in enumerate(stamps) if stage.endswith("cluster models") and done == 1]
+    rows: list[Row] = []
+    after = 0.0
+    for name, begin in zip(names, begins, strict=True):
+        before, start, total = stamps[begin - 1][0], stamps[begin][0], stamps[begin][3]
+        own = [s for s in stamps[begin:] if s[1].endswith("cluster models")]
+        own = own[: next((i for i, s in enumerate(own[1:], 1) if s[2] == 1), len(own))]
+        ended, _, done, _ = own[-1]
+        each = (ended - start) / (done - 1)
+        tested = next((s[0] for s in stamps[begin:] if s[1] == f"testing {name.replace(':', '+')}"), None)
+        after = tested - ended if tested is not None else after  # stage 3; of a stopped row as of the one before
+        whole = ended + (total - done) * each + after - before
+        rows.append((name, f"{done} of {total}", f"{1e3 * each:.0f}", f"{whole:.0f}"))
+    head = ("method", "steps measured", "ms a step of stages 1 and 2", "all stages, s")
+    return f"{table(head, rows, 'lrrr')}\n\nFrom [`fedbicross.csv`]({_link(file, page)}), the log of that run."
+
+
 def _example(name: str, page: Path, root: Path) -> str:
     """The code of an example below its docstring."""
     text = (root / "examples" / f"{name}.py").read_text(encoding="utf-8")
@@ -513,6 +538,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "models": _models,
     "benchmarks/cpu": _benchmarks,
     "benchmarks/gpu": _gpu,
+    "benchmarks/fedbicross": _progress,
     "longer": _longer,
     "example": _example,
     "across": _across,

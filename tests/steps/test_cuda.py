@@ -124,7 +124,7 @@ def test_clustering_takes_device_tensors() -> None:
     assert clustering.pacfl([signature, signature], k=1).labels == (0, 0)
 
 
-@pytest.mark.parametrize(("precision", "off"), [("fp32", 1e-3), ("bf16", 0.1)])
+@pytest.mark.parametrize(("precision", "off"), [("fp32", 1e-4), ("bf16", 0.03)])
 def test_every_way_to_make_a_pass_says_the_same(precision: str, off: float) -> None:
     """Folded, as it is, and compiled, each recorded, against the plain pass in fp32."""
     networks = [randomised(architectures.build("resnet8", 3, 8, 28), seed).float().cuda() for seed in (0, 1)]
@@ -146,7 +146,8 @@ def test_every_way_to_make_a_pass_says_the_same(precision: str, off: float) -> N
             assert all(client.folded is not None for client in fast._clients)
             recorded = Captured(partial(passes, fast))
             for found in (recorded(x), recorded(x)):  # as recorded, and again
-                for ours, theirs in zip(found, expected, strict=True):
-                    assert float((ours - theirs).norm() / theirs.norm()) < off
+                apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+                assert max(apart[:-1]) < off, apart
+                assert apart[-1] < 10 * off, apart  # the gradient: on a CPU 0.12 in bf16
     finally:
         set_precision("bf16")

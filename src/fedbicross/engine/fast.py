@@ -88,6 +88,18 @@ class Captured:
         self.graph = graph
 
 
+def recorded(
+    kept: dict[str, Any], key: str, step: Callable[..., Sequence[Tensor]], state: Sequence[Tensor], fast: bool
+) -> Callable[..., Sequence[Tensor]]:
+    """The step itself, or where it is to be fast its recording, made once and kept under ``key``."""
+    if not fast:
+        return step
+    if key not in kept:
+        kept[key] = Captured(step, state)
+    replayed: Captured = kept[key]
+    return replayed
+
+
 def side_by_side(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
     """The results of independent jobs, on a GPU each on a stream of its own; autograd keeps to the same streams."""
     if device != "cuda" or len(jobs) < 2:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fedbicross.bundle import pack, unpack
 from fedbicross.engine.device import normalise, to_device
-from fedbicross.engine.fast import STREAMS, Captured, scalar
+from fedbicross.engine.fast import STREAMS, recorded, scalar
 from fedbicross.engine.student import Student
 from fedbicross.seeds import numpy_rng
 
@@ -229,8 +229,7 @@ class _Work:
 
     def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training) -> None:
         self.network, self.x, self.y, self.recipe, self.fast = network, x, y, recipe, network.fast
-        self.recorded: dict[int, Captured] = {}  # by batch size: the last batch of an epoch is smaller
-        self.validation: Captured | None = None
+        self.kept: dict[str, Any] = {}  # recorded steps, by batch size: the last batch of an epoch is smaller
 
     def epoch(self, rng: np.random.Generator, rate: float) -> Tensor:
         """One pass over the images; the sum of their losses, still on the device."""
@@ -241,12 +240,8 @@ class _Work:
         # One copy for the whole epoch: a copy makes the host wait, and with it the other trainings.
         drawn = torch.from_numpy(np.stack([np.concatenate(batches), np.concatenate(kinds)])).to(device)
         for part in torch.split(drawn, [len(batch) for batch in batches], dim=1):
-            size = part.shape[1]
-            if self.fast:
-                step = self.recorded.setdefault(size, Captured(self._step, self.network.in_place))
-                summed += step(part[0], part[1], lr)[0]
-            else:
-                summed += self._step(part[0], part[1], lr)[0]
+            step = recorded(self.kept, f"{part.shape[1]} images", self._step, self.network.in_place, self.fast)
+            summed += step(part[0], part[1], lr)[0]
         return summed
 
     def _step(self, rows: Tensor, kinds: Tensor, lr: Tensor) -> list[Tensor]:
@@ -260,12 +255,9 @@ class _Work:
         self.network.update(gradients, lr, self.recipe.momentum, self.recipe.weight_decay)
         return [loss * len(rows)]
 
-    def validate(self, x: Tensor, y: Tensor) -> list[Tensor]:
+    def validate(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         """Accuracy and loss."""
-        if not self.fast:
-            return self._validate(x, y)
-        self.validation = self.validation or Captured(self._validate)
-        return self.validation(x, y)
+        return recorded(self.kept, "validation", self._validate, [], self.fast)(x, y)
 
     @torch.no_grad()
     def _validate(self, x: Tensor, y: Tensor) -> list[Tensor]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import engine, steps
 from fedbicross.context import Context
 from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.generative import GenerativeMethod, Replay, ReplayConfig, flops, recorded
+from fedbicross.methods.generative import GenerativeMethod, Replay, ReplayConfig, flops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +190,7 @@ class Boosting:
 
             return [steps.adversarial.diversified(x, spoken, u, config.epsilon, config.temperature)]
 
-        return recorded(server.captured, "perturb", step, [], server.ctx.fast)(images, directions)[0]
+        return engine.fast.recorded(server.captured, "perturb", step, [], server.ctx.fast)(images, directions)[0]
 
     def soften(self, logits: Tensor) -> Tensor:
         """Soft labels of the weighted ensemble."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import engine, steps
 from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.exchange import Reply, Upload
@@ -23,7 +23,6 @@ from fedbicross.methods.generative import (
     GeneratorWatch,
     flops,
     generator_settings,
-    recorded,
 )
 from fedbicross.methods.synthesis import image_shape, new_student
 
@@ -150,7 +149,7 @@ class DAFL(GenerativeMethod[DAFLConfig]):
         kept: dict[str, Any] = {}
         update = ctx.progress.start(f"{self.name}: generating and distilling", total)
         for step in range(watch.step, total):
-            run = recorded(kept, "generate", generate, generator.in_place, ctx.fast)
+            run = engine.fast.recorded(kept, "generate", generate, generator.in_place, ctx.fast)
             images, *terms, logits = run(draw(f"step-{step}"))
             watch.generated(**dict(zip(("generator", "one-hot", "entropy", "activation"), terms, strict=True)))
             soft = steps.distill.soften(logits, config.temperature)

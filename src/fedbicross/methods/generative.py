@@ -55,7 +55,7 @@ class GenerativeConfig(MethodConfig):
             return [loss]
 
         inputs = (images, soft, engine.fast.scalar(lr, student.device))
-        return recorded(student.captured, "learn", step, student.in_place, student.fast)(*inputs)[0]
+        return engine.fast.recorded(student.captured, "learn", step, student.in_place, student.fast)(*inputs)[0]
 
 
 class ReplayConfig(GenerativeConfig):
@@ -277,7 +277,7 @@ class Replay:
             images, terms = self.generator.step(seen)
             return [images, *terms]
 
-        run = recorded(self.captured, "generate", step, self.generator.in_place, self.ctx.fast)
+        run = engine.fast.recorded(self.captured, "generate", step, self.generator.in_place, self.ctx.fast)
         images, *terms = run(*self.changes.of(self.made))
         if self.config.keep == "best":
             better = terms[0] < self.best
@@ -333,7 +333,7 @@ class Replay:
             with torch.no_grad():
                 return [self.ensemble.logits(x)]
 
-        return recorded(self.captured, f"ask {tuple(images.shape)}", step, [], self.ctx.fast)(images)[0]
+        return engine.fast.recorded(self.captured, f"ask {tuple(images.shape)}", step, [], self.ctx.fast)(images)[0]
 
     def describe(self, hints: Mapping[str, str]) -> None:
         """At the end: what there is to say of the last batch, and of the student."""
@@ -388,15 +388,3 @@ def flops(uploads: Sequence[Upload], ctx: Context, settings: Any) -> tuple[int, 
     clients = sum(models.forward_flops(upload.task.model, *shape) for upload in uploads)
     made = steps.generators.forward_flops(settings, ctx.task.channels, ctx.task.image_size)
     return clients, models.forward_flops(ctx.task.model, *shape), made
-
-
-def recorded(
-    kept: dict[str, Any], key: str, step: Callable[..., list[Tensor]], state: Sequence[Tensor], fast: bool
-) -> Callable[..., list[Tensor]]:
-    """The step itself, or where it is to be fast its recording, made once."""
-    if not fast:
-        return step
-    if key not in kept:
-        kept[key] = engine.fast.Captured(step, state)
-    replayed: Callable[..., list[Tensor]] = kept[key]
-    return replayed

@@ -18,7 +18,7 @@ from fedbicross.methods.base import Method, MethodConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.engine.fast import Captured, Source
+    from fedbicross.engine.fast import Source
     from fedbicross.engine.student import Student
     from fedbicross.steps.inversion import InversionSettings
     from fedbicross.steps.trajectory import Sample, Teacher
@@ -120,10 +120,7 @@ class SynthesisConfig(MethodConfig):
 
         numbers = [fast.scalar(sample.lam, student.device), fast.scalar(lr, student.device)]
         inputs = (sample.images, sample.original, sample.adapted, *numbers)
-        if not student.fast:
-            return step(*inputs)[0]
-        recorded: Captured = student.captured.setdefault("learn", fast.Captured(step, student.in_place))
-        return recorded(*inputs)[0]
+        return fast.recorded(student.captured, "learn", step, student.in_place, student.fast)(*inputs)[0]
 
     def loss(self, logits: Tensor, sample: Sample) -> Tensor:
         """λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross import models
-from fedbicross.engine.fast import Captured
+from fedbicross.engine.fast import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -232,11 +232,9 @@ class Inversion:
         if self.t >= self.settings.steps:
             raise ValueError(f"all {self.settings.steps} steps are done")
         offset = self._offsets.index_select(0, self._count.view(1))[0]
-        advance = self._advance
-        if self.ensemble.fast:
-            # One recording serves all trajectories of this ensemble and these settings.
-            recorded = self.ensemble.captured.setdefault(f"inversion {self.settings}", Captured(self._advance))
-            advance = recorded
+        # One recording serves all trajectories of this ensemble and these settings.
+        kept, key = self.ensemble.captured, f"inversion {self.settings}"
+        advance = recorded(kept, key, self._advance, [], self.ensemble.fast)
         out = advance(self.images, self._first, self._second, self._count, offset, self.labels)
         self.images, self._first, self._second, self._count = out[:4]
         self.t += 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
-from fedbicross.engine.fast import Captured, scalar
+from fedbicross.engine.fast import recorded, scalar
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import epoch_batches, split_validation
@@ -54,7 +54,7 @@ def distil_personal(
     cached = torch.cat([member_logits(networks, part, ctx.precision) for part in torch.split(images, 500)], dim=1)
     student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision, ctx.fast, passes=0)
     update = ctx.progress.start(f"personalising {client.label}", max(epochs, 1))
-    recorded: dict[int, Captured] = {}  # by batch size
+    kept: dict[str, Any] = {}  # recorded steps, by batch size
     rate = scalar(lr, ctx.device) if ctx.fast else lr
 
     def step(index: Tensor) -> list[Tensor]:
@@ -69,8 +69,7 @@ def distil_personal(
     for epoch in range(epochs):
         for chosen in epoch_batches(len(rows), batch, ctx.rng("personal", client.name, f"epoch-{epoch}")):
             index = torch.from_numpy(rows[chosen]).to(ctx.device)
-            run = recorded.setdefault(len(chosen), Captured(step, student.in_place)) if ctx.fast else step
-            run(index)
+            recorded(kept, f"{len(chosen)} images", step, student.in_place, ctx.fast)(index)
         update(epoch + 1, "")
     if not student.finite:
         raise MethodError("diverged", f"{client.label}: the personal weights are no longer finite; lower lr_personal")

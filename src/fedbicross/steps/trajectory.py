@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedbicross.engine.ensemble import Ensemble, Statistics
-from fedbicross.engine.fast import Captured
+from fedbicross.engine.fast import recorded
 from fedbicross.engine.spread import Elsewhere, Workers
 from fedbicross.steps.adaptation import adapt, window
 from fedbicross.steps.distill import Combination, combine_logits, noise_level
@@ -93,12 +93,9 @@ class Teacher:
         weights = None if self.class_weights is None else self.class_weights.to(device)
         return replace(self, ensemble=self.ensemble.on(device), class_weights=weights)
 
-    def _ask(self, which: str, function: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
-        if not self.ensemble.fast:
-            return function(x)
+    def _ask(self, which: str, function: Callable[[Tensor], list[Tensor]], x: Tensor) -> Sequence[Tensor]:
         key = f"{which} {self.combine} {self.temperature} {tuple(x.shape)}"
-        recorded: Captured = self.ensemble.captured.setdefault(key, Captured(function))
-        return recorded(x)
+        return recorded(self.ensemble.captured, key, function, [], self.ensemble.fast)(x)
 
     def _soft(self, logits: Tensor) -> Tensor:
         return combine_logits(logits, self.combine, self.temperature, self.class_weights)

@@ -1,0 +1,132 @@
+"""Blocks of measured times: `make bench`, `benchmarks/gpu.py`, and the logs of whole runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from docs.parts import Row, link, load, table
+
+
+def cpu(_: str, page: Path, root: Path) -> str:
+    """The table of `make bench`."""
+    del page
+    found = json.loads((root / "results" / "benchmarks" / "cpu.json").read_text(encoding="utf-8"))
+    versions = found["versions"]
+    values = [entry["value"] for entry in found["entries"]]
+    shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+    rows = [
+        (entry["group"], entry["what"], text, entry["unit"])
+        for entry, text in zip(found["entries"], shown, strict=True)
+    ]
+    made = (
+        f"Made by `make bench` on {versions['machine']}, {versions['cores']} cores, {versions['threads']} threads, "
+        f"Python {versions['python']}, torch {versions['torch']}. "
+        "One machine on one day: read the ratios, not the digits."
+    )
+    return f"{table(('', 'what', 'value', 'unit'), rows, 'llrl')}\n\n{made}"
+
+
+def gpu(what: str, page: Path, root: Path) -> str:
+    """Tables of `benchmarks/gpu.py`: steps, training, growth, memory or agreement."""
+    del page
+    found = json.loads((root / "results" / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
+    versions, rate = found["versions"], found["bf16_tflops"]
+    made = f"{versions['device']}, torch {versions['torch']}, bf16 matrix rate {rate:.0f} TFLOP/s"
+    if what == "steps":
+        paths = ["as released, eager fp32", "plain fp32", "plain bf16", "recorded bf16", "fast bf16"]
+        rows = []
+        for step, entry in found["steps"].items():
+            times = [f"{entry[path]['ms']:.1f}" if path in entry else "" for path in paths]
+            ratio = f"{entry['plain fp32']['ms'] / entry['fast bf16']['ms']:.1f}x"
+            first, peak = f"{entry['fast bf16']['first_s']:.0f}", f"{entry['fast bf16']['peak_gb']:.1f}"
+            rows.append((step, ratio, *times, f"{entry['floor_ms']:.1f}", first, peak))
+        header = ("step", "plain fp32 / fast", *(f"{path}, ms" for path in paths), "floor, ms", "first, s", "peak, GB")
+        return f"{table(header, rows, 'l' + 'r' * 9)}\n\n{made}."
+    if what == "training":
+        entry = found["training"]
+        kinds = {
+            f"one after another, plain fp32 (from {entry['eager_fp32_measured_epochs']} epochs)": entry["eager_fp32_s"],
+            "side by side, bf16, recorded": entry["fast_s"],
+            "the same, compiled too, compilation included": entry["compiled_s"],
+        }
+        rows = [(name, f"{value:.1f}", f"{entry['eager_fp32_s'] / value:.1f}x") for name, value in kinds.items()]
+        return table(("five clients, 100 epochs", "seconds", "against plain fp32"), rows, "lrr")
+    if what == "memory":
+        rows = [
+            (case, {"in groups": f"{entry['clients at once']} at once"}.get(how, how), *_time_and_memory(entry[how]))
+            for case, entry in found["memory"].items()
+            for how in ("all at once", "in groups")
+        ]
+        apart = [f"{entry['relative difference after 13 steps']:.1%}" for entry in found["memory"].values()]
+        note = f"After 13 steps the images of the two ways differ by {' and '.join(apart)} of their norm."
+        return f"{table(('inversion', 'clients', 'ms', 'peak, GB'), rows, 'llrr')}\n\n{note}"
+    if what == "agreement":
+        rows = [(name, f"{value:.2%}") for name, value in found["agreement"].items()]
+        return table(("difference from plain fp32, relative norm", ""), rows, "lr")
+    rows = [
+        (name, point["x"], f"{point['ms']:.1f}", f"{point['peak_gb']:.1f}", f"{entry['exponent']:.2f}")
+        for name, entry in found["growth"].items()
+        for point in entry["points"]
+    ]
+    return table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
+
+
+def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:
+    return f"{entry['ms']:.1f}", f"{entry['peak_gb']:.1f}"
+
+
+def longer(run: str, page: Path, root: Path) -> str:
+    """From a run of one seed, perhaps with fewer epochs than the paper's, and its progress: the time of all of them."""
+    from fedbicross.methods import METHODS
+
+    results, file = load(run, root), root / "results" / run / "progress.csv"
+    with file.open(encoding="utf-8", newline="") as lines:
+        stamps = list(csv.DictReader(lines))
+    rows: list[Row] = []
+    for row in results["rows"]:
+        stages = {stamp["stage"] for stamp in stamps if stamp["stage"].startswith(f"{row['method']}: ")}
+        for stage in sorted(name for name in stages if name.endswith("distillation")):
+            own_stamps = [stamp for stamp in stamps if stamp["stage"] == stage]
+            calls, seeds = {stamp["call"] for stamp in own_stamps}, results["config"]["seeds"]
+            if len(own_stamps) < 2 or len(calls) > 1 or len(seeds) > 1:
+                raise ValueError(f"{run}: {stage} was not made in one call with one seed, or too fast to be measured")
+            seen = [(float(stamp["seconds"]), int(stamp["done"])) for stamp in own_stamps]
+            (began, first), (ended, last) = seen[0], seen[-1]
+            each = (ended - began) / (last - first)
+            epochs: int = METHODS[row["method"]].Config().epochs  # type: ignore[attr-defined]
+            whole = last * epochs // results["config"]["method"].get(row["method"], {}).get("epochs", epochs)
+            own = row["seconds"] - row["seconds_by_stage"]["local_training"]
+            full = own + (whole - last) * each
+            rows.append((stage, f"{last:,}", f"{1e3 * each:.1f}", f"{own:.0f}", f"{whole:,}", f"{full:.0f}"))
+    head = ("stage", "steps measured", "ms a step", "whole method, s", "steps in the paper", "with these, s")
+    source = f"[`results/{run}/results.json`]({link(root / 'results' / run / 'results.json', page)})"
+    log = f"[`progress.csv`]({link(file, page)}) beside it, the log of that run"
+    return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and {log}."
+
+
+def fedbicross(config: str, page: Path, root: Path) -> str:
+    """All stages of FedBiCross's rows from a log of their progress; a row that was stopped is taken to its end."""
+    file = root / "results" / "benchmarks" / "fedbicross.csv"
+    with file.open(encoding="utf-8", newline="") as lines:
+        stamps = [(float(s["seconds"]), s["stage"], int(s["done"]), int(s["total"])) for s in csv.DictReader(lines)]
+    methods = tomllib.loads((root / "configs" / f"{config}.toml").read_text(encoding="utf-8"))["methods"]
+    names = [name for name in methods if name.startswith("fedbicross")]
+    begins = [i for i, (_, stage, done, _) in enumerate(stamps) if stage.endswith("cluster models") and done == 1]
+    rows: list[Row] = []
+    after = 0.0
+    for name, begin in zip(names, begins, strict=True):
+        before, start, total = stamps[begin - 1][0], stamps[begin][0], stamps[begin][3]
+        own = [s for s in stamps[begin:] if s[1].endswith("cluster models")]
+        own = own[: next((i for i, s in enumerate(own[1:], 1) if s[2] == 1), len(own))]
+        ended, _, done, _ = own[-1]
+        each = (ended - start) / (done - 1)
+        tested = next((s[0] for s in stamps[begin:] if s[1] == f"testing {name.replace(':', '+')}"), None)
+        after = tested - ended if tested is not None else after  # stage 3; of a stopped row as of the one before
+        whole = ended + (total - done) * each + after - before
+        rows.append((name, f"{done} of {total}", f"{1e3 * each:.0f}", f"{whole:.0f}"))
+    head = ("method", "steps measured", "ms a step of stages 1 and 2", "all stages, s")
+    return f"{table(head, rows, 'lrrr')}\n\nFrom [`fedbicross.csv`]({link(file, page)}), the log of that run."

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fast import Captured, ahead, scalar, side_by_side, worth_compiling
+from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_side, worth_compiling
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
@@ -126,6 +126,15 @@ def test_without_a_gpu_a_captured_function_is_called() -> None:
     step(torch.ones(3), scalar(2.0, "cpu"))
     step(torch.ones(3), scalar(2.0, "cpu"))
     assert float(total) == 12
+
+
+def test_a_step_is_recorded_once_under_its_name_and_only_where_it_should_be() -> None:
+    kept: dict[str, Any] = {}
+    step = lambda x: [x + 1]  # noqa: E731
+    assert recorded(kept, "a", step, [], fast=False) is step and not kept
+    first, again, other = (recorded(kept, key, step, [], fast=True) for key in "aab")
+    assert first is again and first is not other and isinstance(first, Captured)
+    assert float(first(torch.zeros(()))[0]) == 1
 
 
 @pytest.mark.parametrize("spec", ["local_only", "fedisca", "e_fedisca", "fedbicross"])

@@ -123,7 +123,25 @@ class InPlace(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", [Tiny, no_bn, Twice, Shortcuts, Misnamed, InPlace])
+class Unusual(nn.Module):
+    """Convolutions of few channels that are dilated, in groups, or not square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convs = [
+            nn.Conv2d(3, 6, 3, dilation=2),
+            nn.Conv2d(6, 6, 3, groups=3, padding=1),
+            nn.Conv2d(6, 4, (1, 2), stride=2),
+        ]
+        self.layers = nn.Sequential(*(nn.Sequential(c, nn.BatchNorm2d(c.out_channels), nn.ReLU()) for c in convs))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(x).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("kind", [Tiny, no_bn, Twice, Shortcuts, Misnamed, InPlace, Unusual])
 def test_odd_networks_say_the_same_or_are_left_alone(kind: type[nn.Module]) -> None:
     model = randomised(kind(), 1).eval()
     with torch.no_grad():

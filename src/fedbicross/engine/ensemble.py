@@ -43,7 +43,7 @@ _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
 
 @dataclass
 class _Client:
-    """A frozen network, what its BN layers are to do, and on the fast path the same network without them."""
+    """A frozen network, what its BN layers are to do, and on the fast path the same without them, if that can be."""
 
     model: nn.Module
     current: Pass
@@ -227,10 +227,11 @@ def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
     return statistics
 
 
-def _matching_loss(norms: Mapping[str, Norm], current: Pass, output: Tensor) -> Tensor:
+def _matching_loss(stored: Mapping[str, Tensor], current: Pass, output: Tensor) -> Tensor:
+    """The BN term of what the layers saw, against the statistics among a network's tensors."""
     terms = [
-        torch.linalg.vector_norm(mean - norms[name].running_mean)
-        + torch.linalg.vector_norm(var - norms[name].running_var)
+        torch.linalg.vector_norm(mean - stored[f"{name}.running_mean"])
+        + torch.linalg.vector_norm(var - stored[f"{name}.running_var"])
         for name, mean, var in current.seen
     ]
     return torch.stack(terms).sum() if terms else _nothing(output)
@@ -250,13 +251,13 @@ def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None) ->
 
 
 def _plain_pass(model: nn.Module, current: Pass, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
-    """The reference: the network as it is."""
+    """The network as it is; on the plain path, where nothing about it is changed, the reference."""
     if mode == "features":
         seen: Tensor = _trunk(model)(x)
         return model.get_submodule("head")(seen), seen
     with _forward(current, mode):
         output: Tensor = torch.cat([model(part) for part in x.chunk(batches)]) if batches > 1 else model(x)
-    return output, _matching_loss(_norms(model), current, output) if mode == "match" else _nothing(output)
+    return output, _matching_loss(dict(model.named_buffers()), current, output) if mode == "match" else _nothing(output)
 
 
 def _pass_function(
@@ -274,13 +275,9 @@ def _pass_function(
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         current.mode, current.seen, current.fast, current.batches = mode, [], True, batches
         output = functional_call(template, state, (x,))
-        terms = [
-            torch.linalg.vector_norm(mean - state[f"{name}.running_mean"])
-            + torch.linalg.vector_norm(var - state[f"{name}.running_var"])
-            for name, mean, var in current.seen
-        ]
+        term = _matching_loss(state, current, output)
         current.mode, current.seen, current.fast = "stored", [], False
-        return output, torch.stack(terms).sum() if terms else _nothing(output)
+        return output, term
 
     return run_features if mode == "features" else run
 

@@ -20,18 +20,19 @@ RELU, ADD = (F.relu, torch.relu), (operator.add, torch.add)
 
 
 class Fused(nn.Module):
-    """A frozen convolution with its shift and, where ``relu`` is set, a ReLU of its sum with a shortcut."""
+    """A frozen convolution with its shift, to which a shortcut may be added; ``relu`` says whether a ReLU follows."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, conv: nn.Conv2d, norm: Norm) -> None:
         super().__init__()
-        scale, shift = norm.affine()
+        scale, shift = norm.stored_scale_and_shift()
         if conv.bias is not None:
             shift = shift + scale * conv.bias.detach()
         weight = conv.weight.detach() * scale.view(-1, 1, 1, 1)
-        weight = padded(weight) if conv.groups == 1 else weight
+        self.fits = conv.groups == 1 and conv.dilation == (1, 1)
+        weight = padded(weight) if self.fits else weight
         self.register_buffer("weight", weight.contiguous(memory_format=torch.channels_last))
         self.register_buffer("bias", shift)
         assert not isinstance(conv.padding, str)
@@ -42,7 +43,7 @@ class Fused(nn.Module):
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """[B, inputs, H, W] to [B, outputs, ...]."""
         weight, stride, padding, rest = self.weight, self.stride, self.padding, (self.dilation, self.groups)
-        if self.groups == 1 and self.dilation == (1, 1):
+        if self.fits:
             x, weight, stride = fitted(x, weight, stride, padding)
         if self.relu and self.bias is not None and _has_kernel(x):
             if shortcut is None:
@@ -94,8 +95,8 @@ class _Tracer(fx.Tracer):
 def folded(model: nn.Module) -> nn.Module | None:
     """The network with its stored statistics, as a new one that shares its other layers; None where that cannot be.
 
-    That is so where a normalisation follows no convolution (a pre-activation network), and where torch cannot trace
-    the network.
+    That is so where a normalisation does not follow a plain convolution of its own (a pre-activation network), and
+    where torch cannot trace the network (its way depends on the numbers, or it changes tensors in place).
     """
     try:
         graph = _Tracer().trace(model)

@@ -64,23 +64,23 @@ class Norm(nn.Module):
         current, wide = self.current, x if x.dtype == torch.float64 else x.float()
         mean, var = self.running_mean, self.running_var
         if current.mode == "stored":
-            return self._affine(wide, mean, var).to(x.dtype)
+            return self._normalised(wide, mean, var).to(x.dtype)
         if current.mode == "match":
             away = wide - mean.view(1, -1, 1, 1)
             distance = away.mean((0, 2, 3))
             current.seen.append((self.name, distance + mean, away.square().mean((0, 2, 3)) - distance.square()))
-            return self._affine(wide, mean, var).to(x.dtype)
+            return self._normalised(wide, mean, var).to(x.dtype)
         own = wide.reshape(current.batches, -1, *wide.shape[1:])  # [batches, B, C, H, W]
         away = own - mean.view(-1, 1, 1)
         distance = away.mean((1, 3, 4))
         seen = away.square().mean((1, 3, 4)) - distance.square()
-        return self._affine(own, distance + mean, seen.clamp_min(0)).flatten(0, 1).to(x.dtype)
+        return self._normalised(own, distance + mean, seen.clamp_min(0)).flatten(0, 1).to(x.dtype)
 
-    def affine(self) -> tuple[Tensor, Tensor]:
+    def stored_scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Scale and shift of each channel [C] by the stored statistics."""
         return self._scale_and_shift(self.running_mean, self.running_var)
 
-    def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    def _normalised(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         """x [..., B, C, H, W] by statistics [..., C]."""
         scale, shift = self._scale_and_shift(mean, var)
         return x * scale.unsqueeze(-2)[..., None, None] + shift.unsqueeze(-2)[..., None, None]

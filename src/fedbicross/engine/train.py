@@ -180,7 +180,8 @@ def training(
     x_val, y_val = to_device(images[val_rows], device), torch.from_numpy(labels[val_rows]).to(device)
 
     steps = last * len(train_rows) // recipe.batch_size
-    network = Student(model, device, precision, fast and steps >= WORTH_RECORDING, steps)
+    # Its own steps only: nothing here knows how many other sites train the same architecture.
+    network = Student(model, device, precision, fast and steps >= WORTH_RECORDING, passes=steps)
     work = _Work(network, x, y, recipe)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)

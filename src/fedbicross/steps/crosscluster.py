@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedbicross.engine.fast import Captured, scalar, side_by_side
+from fedbicross.engine.fast import recorded, scalar, side_by_side
 from fedbicross.engine.student import Student
 from fedbicross.steps.bilevel import hypergradient, weight_step, weighted_gradient
 from fedbicross.steps.trajectory import Sample
@@ -38,15 +38,15 @@ class CrossCluster:
         self.momentum, self.weight_decay = momentum, weight_decay
         self.lr_weights, self.weight_step, self.unit_hypergradient = lr_weights, weight_step, unit_hypergradient
         in_place = [weights, *(value for student in students for value in student.in_place)]
-        self._recorded = Captured(self._all, in_place)
+        self._in_place, self._kept = in_place, dict[str, Any]()
 
     def step(self, samples: Sequence[Sample], lr: float) -> list[Tensor]:
         """Eqs. 7 and 8 for every cluster on all clusters' samples of one t; returns the students' losses."""
         device = self.students[0].device
         inputs = [value for sample in samples for value in (sample.images, sample.original, sample.adapted)]
         numbers = [scalar(samples[0].lam, device), scalar(lr, device)]
-        run = self._recorded if self.students[0].fast else self._all
-        return run(*inputs, *numbers)
+        run = recorded(self._kept, "step", self._all, self._in_place, self.students[0].fast)
+        return list(run(*inputs, *numbers))
 
     def _all(self, *tensors: Tensor) -> list[Tensor]:
         *labelled, lam, lr = tensors

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fedbicross.engine.layers import QuickConv2d, fitted, padded
+from fedbicross.engine.layers import QuickConv2d, can_be_fitted, fitted, padded
 from fedbicross.engine.norm import Norm
 
 RELU, ADD = (F.relu, torch.relu), (operator.add, torch.add)
@@ -31,7 +31,7 @@ class Fused(nn.Module):
         if conv.bias is not None:
             shift = shift + scale * conv.bias.detach()
         weight = conv.weight.detach() * scale.view(-1, 1, 1, 1)
-        self.fits = conv.groups == 1 and conv.dilation == (1, 1)
+        self.fits = can_be_fitted(conv)
         weight = padded(weight) if self.fits else weight
         self.register_buffer("weight", weight.contiguous(memory_format=torch.channels_last))
         self.register_buffer("bias", shift)

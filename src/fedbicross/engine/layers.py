@@ -26,7 +26,9 @@ class QuickConv2d(nn.Conv2d):
 def quick(model: nn.Module) -> nn.Module:
     """The same network, changed in place: convolutions that would meet a slow kernel are fitted to a fast one."""
     for module in model.modules():
-        if type(module) is nn.Conv2d and _plain(module) and (_few(module.weight) or _skips(module)):
+        if type(module) is not nn.Conv2d or not can_be_fitted(module) or module.padding_mode != "zeros":
+            continue
+        if _few(module.weight) or _skips(module.weight, module.stride, module.padding):
             module.__class__ = QuickConv2d  # its weights, names and hooks stay as they are
     return model
 
@@ -35,7 +37,7 @@ def fitted(
     x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: str | tuple[int, ...]
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Input, weight and stride of the same convolution without skipped pixels and with at least eight channels."""
-    if weight.shape[2:] == (1, 1) and max(stride) > 1 and padding == (0, 0):
+    if _skips(weight, stride, padding):
         x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
     return padded(x).contiguous(memory_format=torch.channels_last), padded(weight), stride
 
@@ -45,13 +47,14 @@ def padded(values: Tensor) -> Tensor:
     return F.pad(values, (0, 0, 0, 0, 0, CHANNELS - values.shape[1])) if _few(values) else values
 
 
-def _plain(conv: nn.Conv2d) -> bool:
-    return conv.groups == 1 and conv.dilation == (1, 1) and conv.padding_mode == "zeros"
+def can_be_fitted(conv: nn.Conv2d) -> bool:
+    """Whether `fitted` is right for this convolution."""
+    return conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def _few(values: Tensor) -> bool:
     return values.shape[1] < CHANNELS
 
 
-def _skips(conv: nn.Conv2d) -> bool:
-    return conv.kernel_size == (1, 1) and max(conv.stride) > 1 and conv.padding == (0, 0)
+def _skips(weight: Tensor, stride: tuple[int, ...], padding: str | tuple[int, ...]) -> bool:
+    return weight.shape[2:] == (1, 1) and max(stride) > 1 and padding == (0, 0)

@@ -229,7 +229,7 @@ class _Work:
     """Steps and validation of one network on one site's images; on the fast path as recorded graphs."""
 
     def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training) -> None:
-        self.network, self.x, self.y, self.recipe, self.fast = network, x, y, recipe, network.fast
+        self.network, self.x, self.y, self.recipe = network, x, y, recipe
         self.kept: dict[str, Any] = {}  # recorded steps, by batch size: the last batch of an epoch is smaller
 
     def epoch(self, rng: np.random.Generator, rate: float) -> Tensor:
@@ -241,7 +241,7 @@ class _Work:
         # One copy for the whole epoch: a copy makes the host wait, and with it the other trainings.
         drawn = torch.from_numpy(np.stack([np.concatenate(batches), np.concatenate(kinds)])).to(device)
         for part in torch.split(drawn, [len(batch) for batch in batches], dim=1):
-            step = recorded(self.kept, f"{part.shape[1]} images", self._step, self.network.in_place, self.fast)
+            step = recorded(self.kept, f"{part.shape[1]} images", self._step, self.network.in_place, self.network.fast)
             summed += step(part[0], part[1], lr)[0]
         return summed
 
@@ -258,7 +258,7 @@ class _Work:
 
     def validate(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         """Accuracy and loss."""
-        return recorded(self.kept, "validation", self._validate, [], self.fast)(x, y)
+        return recorded(self.kept, "validation", self._validate, [], self.network.fast)(x, y)
 
     @torch.no_grad()
     def _validate(self, x: Tensor, y: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ from fedbicross.engine.device import autocast
 from fedbicross.engine.fold import Fused, folded
 from fedbicross.engine.layers import quick
 from fedbicross.engine.norm import LayerStatistics as LayerStatistics
-from fedbicross.engine.norm import Mode, Norm, Pass
+from fedbicross.engine.norm import Mode, Norm, Pass, Way
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Ensemble:
         """A copy on this device with nothing recorded, so that it can travel to another process."""
         moved = self.subset(range(len(self)))
         for client in moved._clients:
-            client.current.seen, client.current.given = [], {}  # left over from the last pass
+            client.current.begin("stored")  # nothing left over from the last pass
         moved._clients = copy.deepcopy(moved._clients)
         for client in moved._clients:
             client.model.to(device)
@@ -190,14 +190,15 @@ class Ensemble:
             return output, _nothing(output)
         if self.fast and mode in self.compile:
             model = client.model
-            state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            # Detached: a compiler would take note that the first client's are the template's own, and compile again.
+            state = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
             key = (mode, batches, self.precision, str(model))
             if key not in _PASSES:
                 _PASSES[key] = fast_path.compiled(_pass_function(model, client.current, mode, batches))
             logits, other = _PASSES[key](state, x)
             return logits, other
         with autocast(x.device.type, self.precision):
-            return _plain_pass(client.model, client.current, x, mode, batches)
+            return _plain_pass(client.model, client.current, x, mode, batches, "kernels" if self.fast else "plain")
 
 
 def _stacked(outputs: Sequence[Tensor]) -> Tensor:
@@ -229,7 +230,7 @@ def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
 
 def _matching_loss(stored: Mapping[str, Tensor], current: Pass, output: Tensor) -> Tensor:
     """The BN term of what the layers saw, against the statistics among a network's tensors."""
-    terms = [
+    terms = current.terms or [
         torch.linalg.vector_norm(mean - stored[f"{name}.running_mean"])
         + torch.linalg.vector_norm(var - stored[f"{name}.running_var"])
         for name, mean, var in current.seen
@@ -242,20 +243,22 @@ def _nothing(output: Tensor) -> Tensor:
 
 
 @contextmanager
-def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None) -> Iterator[None]:
-    current.mode, current.seen, current.given = mode, [], given or {}
+def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None, way: Way = "plain") -> Iterator[None]:
+    current.begin(mode, way, given)
     try:
         yield
     finally:
-        current.mode = "stored"
+        current.mode, current.way = "stored", "plain"
 
 
-def _plain_pass(model: nn.Module, current: Pass, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
+def _plain_pass(
+    model: nn.Module, current: Pass, x: Tensor, mode: Mode, batches: int, way: Way
+) -> tuple[Tensor, Tensor]:
     """The network as it is; on the plain path, where nothing about it is changed, the reference."""
     if mode == "features":
         seen: Tensor = _trunk(model)(x)
         return model.get_submodule("head")(seen), seen
-    with _forward(current, mode):
+    with _forward(current, mode, way=way):
         output: Tensor = torch.cat([model(part) for part in x.chunk(batches)]) if batches > 1 else model(x)
     return output, _matching_loss(dict(model.named_buffers()), current, output) if mode == "match" else _nothing(output)
 
@@ -267,16 +270,16 @@ def _pass_function(
 
     def run_features(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         inner = {name.removeprefix("trunk."): value for name, value in state.items() if name.startswith("trunk.")}
-        current.mode, current.fast = "stored", True
+        current.begin("stored", "compiled")
         seen = functional_call(_trunk(template), inner, (x,))
-        current.fast = False
+        current.begin("stored")
         return F.linear(seen, state["head.weight"], state["head.bias"]), seen
 
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        current.mode, current.seen, current.fast, current.batches = mode, [], True, batches
+        current.begin(mode, "compiled", batches=batches)
         output = functional_call(template, state, (x,))
         term = _matching_loss(state, current, output)
-        current.mode, current.seen, current.fast = "stored", [], False
+        current.begin("stored")
         return output, term
 
     return run_features if mode == "features" else run

@@ -19,9 +19,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 # Passes of one architecture after which compiling it has paid. On an H200 it takes 13 to 30 s, nearly all of it Python,
-# and saves 6 ms of a pass that matches statistics (with its gradient), 0.5 ms of one by the batch's own statistics, and
+# and saves 1 ms of a pass that matches statistics (with its gradient), 0.5 ms of one by the batch's own statistics, and
 # about 1 ms of a student's step. Passes for a generator ("stored", "features") are not measured: taken as a student's.
-WORTH_COMPILING = {"match": 5_000, "batch": 30_000, "student": 25_000, "stored": 25_000, "features": 25_000}
+WORTH_COMPILING = {"match": 25_000, "batch": 30_000, "student": 25_000, "stored": 25_000, "features": 25_000}
 WARM_UPS = 3  # torch asks for a few runs before a capture; compilation happens in the first
 STREAMS = 8  # beyond so many, kernels wait for each other anyway
 

@@ -38,7 +38,8 @@ def fitted(
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Input, weight and stride of the same convolution without skipped pixels and with at least eight channels."""
     if _skips(weight, stride, padding):
-        x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
+        # The mean of one pixel is that pixel; unlike a slice's, this gradient keeps the layout that the kernels want.
+        x, stride = F.avg_pool2d(x, 1, stride), (1, 1)
     return padded(x).contiguous(memory_format=torch.channels_last), padded(weight), stride
 
 

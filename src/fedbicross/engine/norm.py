@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 """BN layer name → (mean, biased variance), each of shape [channels]."""
 
 Mode = Literal["stored", "match", "batch", "measure", "given", "features"]
+Way = Literal["plain", "kernels", "compiled"]
+"""How a layer does it: the reference, with torch's kernels for batch-norm, or as arithmetic for a compiler."""
+
+SMALLEST_SCALE = 1e-12  # of a channel; a gradient is divided by it, and a channel may have been trained to nothing
 
 
 class Pass:
     """What the BN layers of one client do during the current forward pass, and what they saw."""
 
     def __init__(self) -> None:
-        self.mode: Mode = "stored"
-        self.fast = False
-        self.batches = 1  # how many batches one after another the input holds, each with statistics of its own
+        self.begin("stored")
+
+    def begin(self, mode: Mode, way: Way = "plain", given: LayerStatistics | None = None, batches: int = 1) -> None:
+        """Forget the last pass; ``batches`` is how many, each with statistics of its own, a compiled one holds."""
+        self.mode, self.way, self.batches = mode, way, batches
+        self.given: LayerStatistics = given or {}
         self.seen: list[tuple[str, Tensor, Tensor]] = []
-        self.given: LayerStatistics = {}
+        self.terms: list[Tensor] = []  # of matching with kernels: each layer's distance from its stored statistics
 
 
 class Norm(nn.Module):
@@ -30,6 +38,7 @@ class Norm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
+    matching: Tensor
 
     def __init__(self, source: nn.BatchNorm2d, name: str, current: Pass) -> None:
         super().__init__()
@@ -37,12 +46,21 @@ class Norm(nn.Module):
         self.weight, self.bias = source.weight, source.bias
         self.register_buffer("running_mean", source.running_mean)
         self.register_buffer("running_var", source.running_var)
+        scale, _ = self.stored_scale_and_shift()
+        scale = torch.where(scale.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scale).detach()
+        constants = torch.stack((scale, torch.ones_like(scale), -1 / scale, -2 / scale))
+        self.register_buffer("matching", constants, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise as the current pass says."""
         current = self.current
-        if current.fast:
+        if current.way == "compiled":
             return self._fast(x)
+        if current.way == "kernels" and current.mode == "match":
+            stored = (self.running_mean, self.running_var)
+            out, term = matched(x, *stored, self.weight, self.bias, self.matching, self.eps)
+            current.terms.append(term)
+            return out
         if current.mode == "batch":
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         mean, var = self.running_mean, self.running_var
@@ -100,3 +118,58 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = wide.movedim(1, -1).flatten(0, -2)
     mean = rows.mean(0)
     return mean, (rows - mean.detach()).square().mean(0)
+
+
+class _Matched(torch.autograd.Function):
+    """`matched`, whose two ways back to x are one kernel that reads and writes x once.
+
+    Otherwise autograd would make the gradient of the normalised x and that of the statistics apart, and add them up.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        matching: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalised x and the distance."""
+        x = x.contiguous(memory_format=torch.channels_last)  # what the kernels are made for; nothing to do as a rule
+        seen_mean, seen_var = torch.batch_norm_update_stats(x, None, None, 0.0) if x.is_cuda else batch_statistics(x)
+        away = torch.stack((seen_mean - mean, seen_var - var))
+        norms = torch.linalg.vector_norm(away, dim=1, keepdim=True)
+        ctx.save_for_backward(x, seen_mean, away / norms.clamp_min(1e-30), matching)
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), norms.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor, by_term: Tensor) -> tuple[Tensor | None, ...]:
+        """By x: scale * by_out + by_mean / n + by_var * 2 (x - mean) / n."""
+        x, mean, direction, matching = ctx.saved_tensors
+        scale, ones, count = matching[0], matching[1], x.numel() // x.shape[1]
+        by_mean, by_var = (direction * by_term * matching[2:]).unbind()  # already divided by -scale, and by_var doubled
+        if x.is_cuda:
+            # The kernel is made for other statistics: weight * (by_out - a / n - (x - mean) * b / n).
+            counts = torch.full((1,), count, dtype=torch.int32, device=x.device)
+            by_out = by_out.contiguous(memory_format=torch.channels_last)
+            by_x = torch.batch_norm_backward_elemt(by_out, x, mean, ones, scale, by_mean, by_var, counts)
+        else:
+            shape = (1, -1, 1, 1)
+            a, b = by_mean.view(shape) / count, by_var.view(shape) / count
+            by_x = (scale.view(shape) * (by_out - a - (x - mean.view(shape)) * b)).to(x.dtype)
+        return by_x, None, None, None, None, None, None
+
+
+def matched(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, matching: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x [B,C,H,W] normalised by the stored statistics, and ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂, the distance of its own from them.
+
+    ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale.
+    """
+    normalised, distance = _Matched.apply(x, mean, var, weight, bias, matching, eps)  # type: ignore[no-untyped-call]
+    return normalised, distance

@@ -16,11 +16,14 @@ from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.engine import ensemble as ensemble_module
 from fedbicross.engine import fast as fast_path
+from fedbicross.engine import norm as norm_module
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_side, worth_compiling
+from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
+from fedbicross.steps.teachers import logits_and_bn_loss_of
 from small import TINY_METHODS, tiny_clients, tiny_context
 from steps.tiny import Tiny, noise, randomised
 
@@ -151,7 +154,9 @@ def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
-def test_passes_that_are_not_compiled_equal_the_plain_ones() -> None:
+def test_passes_that_are_not_compiled_equal_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    matchings = []
+    monkeypatch.setattr(norm_module, "matched", lambda *given: matchings.append(matched(*given)) or matchings[-1])
     plain, fast = both()
     fast.compile = ()
     x = noise(8, 3, 6, 6)
@@ -163,9 +168,18 @@ def test_passes_that_are_not_compiled_equal_the_plain_ones() -> None:
         (gradient,) = torch.autograd.grad(logits.square().sum() + terms.sum(), leaf)
         found.append((logits.detach(), terms.detach(), gradient))
     torch.testing.assert_close(*found, rtol=0, atol=1e-9)
-    assert all(client.current.terms for client in fast._clients)  # it did take the other way
-    fast.compile = {"match"}  # what the other way left behind is not taken for its own
-    torch.testing.assert_close(fast.logits_and_bn_loss(x + 1)[1], plain.logits_and_bn_loss(x + 1)[1], rtol=0, atol=1e-9)
+    assert len(matchings) == 3 * 2  # clients and layers: it did take the other way
+
+
+@pytest.mark.parametrize("compile_all", [False, True])
+def test_a_grouped_step_keeps_no_activations(compile_all: bool) -> None:
+    """A checkpoint makes a group's activations again, and stops in the middle of the pass."""
+    _, fast = both()
+    fast.at_once, fast.compile = 1, fast.compile if compile_all else ()
+    leaf = noise(8, 3, 6, 6).requires_grad_(True)
+    logits, terms = logits_and_bn_loss_of(fast, leaf)
+    torch.autograd.grad(logits.square().sum() + terms.sum(), leaf)
+    assert all(vars(client.current) == vars(Pass()) for client in fast._clients)
 
 
 def test_only_what_is_asked_for_often_is_compiled() -> None:

@@ -36,6 +36,13 @@ def test_a_fitted_convolution_gives_the_same_numbers_and_gradients(conv: nn.Conv
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+def test_the_gradient_keeps_the_layout_of_the_kernels() -> None:
+    layer = quick(randomised(nn.Conv2d(16, 6, 1, stride=2), 0))
+    x = noise(4, 16, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     "conv",
     [

@@ -33,8 +33,8 @@ def obvious(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_kernels(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor]:
-    norm.current.mode, norm.current.way, norm.current.terms = "match", "kernels", []
-    return norm(x), norm.current.terms[0]
+    with norm.current.doing("match", "kernels"):
+        return norm(x), norm.current.terms[0]
 
 
 def gradient(out: Tensor, term: Tensor, x: Tensor) -> Tensor:
@@ -77,8 +77,20 @@ def test_statistics_that_agree_leave_no_gradient() -> None:
     assert float(term.detach()) == 0 and torch.equal(found, torch.zeros_like(found))
 
 
-def test_statistics_of_bf16_are_wide() -> None:
-    norm = layer().float()
-    x = (noise(64, 4, 9, 9) + 100).bfloat16()
-    exact = obvious(norm.double(), x.double())[1]
-    torch.testing.assert_close(with_kernels(norm.float(), x)[1].double(), exact, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_of_bf16_are_wide_and_its_gradient_is_close(device: str) -> None:
+    exact, norm = layer(device=device), layer(device=device).float()
+    x = (noise(64, 4, 9, 9) + 100).to(device).bfloat16().requires_grad_(True)
+    wide = x.detach().double().requires_grad_(True)
+    found, expected = with_kernels(norm, x), obvious(exact, wide)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=0)
+    ours, theirs = gradient(*found, x), gradient(*expected, wide)
+    assert ours.dtype == torch.bfloat16 and float((ours.double() - theirs).norm() / theirs.norm()) < 1e-2
+
+
+def test_nothing_of_a_pass_is_kept() -> None:
+    current = Pass()
+    with pytest.raises(RuntimeError), current.doing("match", "kernels", batches=2):
+        current.terms.append(noise(1))
+        raise RuntimeError("as a checkpoint does, once it has recomputed what it needs")
+    assert vars(current) == vars(Pass())

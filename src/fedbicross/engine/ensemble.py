@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -32,7 +31,7 @@ from fedbicross.engine.norm import Mode, Norm, Pass, Way
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 Statistics = list[LayerStatistics]
 """One `LayerStatistics` for each client; empty for a client without BN."""
@@ -88,8 +87,6 @@ class Ensemble:
     def on(self, device: str) -> Ensemble:
         """A copy on this device with nothing recorded, so that it can travel to another process."""
         moved = self.subset(range(len(self)))
-        for client in moved._clients:
-            client.current.begin("stored")  # nothing left over from the last pass
         moved._clients = copy.deepcopy(moved._clients)
         for client in moved._clients:
             client.model.to(device)
@@ -127,7 +124,7 @@ class Ensemble:
         outputs = []
         with autocast(x.device.type, self.precision):
             for client, given in zip(self._clients, statistics, strict=True):
-                with _forward(client.current, "given", given):
+                with client.current.doing("given", given=given):
                     outputs.append(client.model(x))
         return _stacked(outputs)
 
@@ -162,15 +159,15 @@ class Ensemble:
         """
         updated: Statistics = []
         for client, old in zip(self._clients, statistics, strict=True):
-            with _forward(client.current, "measure"), autocast(x.device.type, self.precision):
-                client.model(x)
             new = dict(old)
-            for name, mean, var in client.current.seen:
-                old_mean, old_var = new[name]
-                new[name] = (
-                    momentum * old_mean + (1 - momentum) * mean.to(old_mean.dtype),
-                    momentum * old_var + (1 - momentum) * var.to(old_var.dtype),
-                )
+            with client.current.doing("measure"), autocast(x.device.type, self.precision):
+                client.model(x)
+                for name, mean, var in client.current.seen:
+                    old_mean, old_var = new[name]
+                    new[name] = (
+                        momentum * old_mean + (1 - momentum) * mean.to(old_mean.dtype),
+                        momentum * old_var + (1 - momentum) * var.to(old_var.dtype),
+                    )
             updated.append(new)
         return updated
 
@@ -229,7 +226,7 @@ def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
 
 
 def _matching_loss(stored: Mapping[str, Tensor], current: Pass, output: Tensor) -> Tensor:
-    """The BN term of what the layers saw, against the statistics among a network's tensors."""
+    """The BN term of what the layers saw, against the statistics among a network's tensors; 0 if they saw nothing."""
     terms = current.terms or [
         torch.linalg.vector_norm(mean - stored[f"{name}.running_mean"])
         + torch.linalg.vector_norm(var - stored[f"{name}.running_var"])
@@ -242,15 +239,6 @@ def _nothing(output: Tensor) -> Tensor:
     return output.new_zeros((), dtype=torch.float32)
 
 
-@contextmanager
-def _forward(current: Pass, mode: Mode, given: LayerStatistics | None = None, way: Way = "plain") -> Iterator[None]:
-    current.begin(mode, way, given)
-    try:
-        yield
-    finally:
-        current.mode, current.way = "stored", "plain"
-
-
 def _plain_pass(
     model: nn.Module, current: Pass, x: Tensor, mode: Mode, batches: int, way: Way
 ) -> tuple[Tensor, Tensor]:
@@ -258,9 +246,9 @@ def _plain_pass(
     if mode == "features":
         seen: Tensor = _trunk(model)(x)
         return model.get_submodule("head")(seen), seen
-    with _forward(current, mode, way=way):
+    with current.doing(mode, way):
         output: Tensor = torch.cat([model(part) for part in x.chunk(batches)]) if batches > 1 else model(x)
-    return output, _matching_loss(dict(model.named_buffers()), current, output) if mode == "match" else _nothing(output)
+        return output, _matching_loss(dict(model.named_buffers()), current, output)
 
 
 def _pass_function(
@@ -270,17 +258,20 @@ def _pass_function(
 
     def run_features(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         inner = {name.removeprefix("trunk."): value for name, value in state.items() if name.startswith("trunk.")}
-        current.begin("stored", "compiled")
-        seen = functional_call(_trunk(template), inner, (x,))
-        current.begin("stored")
+        current.doing("stored", "compiled")
+        try:
+            seen = functional_call(_trunk(template), inner, (x,))
+        finally:
+            current.doing("stored")
         return F.linear(seen, state["head.weight"], state["head.bias"]), seen
 
     def run(state: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        current.begin(mode, "compiled", batches=batches)
-        output = functional_call(template, state, (x,))
-        term = _matching_loss(state, current, output)
-        current.begin("stored")
-        return output, term
+        current.doing(mode, "compiled", batches=batches)
+        try:
+            output = functional_call(template, state, (x,))
+            return output, _matching_loss(state, current, output)
+        finally:
+            current.doing("stored")
 
     return run_features if mode == "features" else run
 

@@ -20,17 +20,27 @@ SMALLEST_SCALE = 1e-12  # of a channel; a gradient is divided by it, and a chann
 
 
 class Pass:
-    """What the BN layers of one client do during the current forward pass, and what they saw."""
+    """What the BN layers of one client do during a forward pass, and what they saw: ``with current.doing(mode)``.
+
+    What they saw is gone afterwards: it holds on to a pass's activations.
+    """
 
     def __init__(self) -> None:
-        self.begin("stored")
+        self.doing("stored")
 
-    def begin(self, mode: Mode, way: Way = "plain", given: LayerStatistics | None = None, batches: int = 1) -> None:
-        """Forget the last pass; ``batches`` is how many, each with statistics of its own, a compiled one holds."""
+    def doing(self, mode: Mode, way: Way = "plain", given: LayerStatistics | None = None, batches: int = 1) -> Pass:
+        """What to do in the pass to come; ``batches`` is how many, each with statistics of its own, it holds."""
         self.mode, self.way, self.batches = mode, way, batches
         self.given: LayerStatistics = given or {}
         self.seen: list[tuple[str, Tensor, Tensor]] = []
         self.terms: list[Tensor] = []  # of matching with kernels: each layer's distance from its stored statistics
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.doing("stored")
 
 
 class Norm(nn.Module):
@@ -170,6 +180,7 @@ def matched(
     """x [B,C,H,W] normalised by the stored statistics, and ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂, the distance of its own from them.
 
     ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale.
+    There is no second derivative.
     """
     normalised, distance = _Matched.apply(x, mean, var, weight, bias, matching, eps)  # type: ignore[no-untyped-call]
     return normalised, distance

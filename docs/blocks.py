@@ -400,8 +400,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "models": _models,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
-    "benchmarks/fedbicross": measured.fedbicross,
     "longer": measured.longer,
+    "stages": measured.stages,
     "example": _example,
     "across": _across,
 }

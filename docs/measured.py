@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,7 +71,9 @@ def gpu(what: str, page: Path, root: Path) -> str:
         for name, entry in found["growth"].items()
         for point in entry["points"]
     ]
-    return table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
+    least, most = found["growth"]["K"]["ms_per_K_squared"]
+    grown = table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
+    return f"{grown}\n\nStage 2 takes {least:.1f} to {most:.1f} ms per K²."
 
 
 def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:
@@ -108,25 +109,13 @@ def longer(run: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'lrrrrr')}\n\nFrom {source} and {log}."
 
 
-def fedbicross(config: str, page: Path, root: Path) -> str:
-    """All stages of FedBiCross's rows from a log of their progress; a row that was stopped is taken to its end."""
-    file = root / "results" / "benchmarks" / "fedbicross.csv"
-    with file.open(encoding="utf-8", newline="") as lines:
-        stamps = [(float(s["seconds"]), s["stage"], int(s["done"]), int(s["total"])) for s in csv.DictReader(lines)]
-    methods = tomllib.loads((root / "configs" / f"{config}.toml").read_text(encoding="utf-8"))["methods"]
-    names = [name for name in methods if name.startswith("fedbicross")]
-    begins = [i for i, (_, stage, done, _) in enumerate(stamps) if stage.endswith("cluster models") and done == 1]
+def stages(run: str, page: Path, root: Path) -> str:
+    """Seconds of each stage of a run's FedBiCross rows, client training left out."""
+    shown = ("upload", "fuse", "personalize")
     rows: list[Row] = []
-    after = 0.0
-    for name, begin in zip(names, begins, strict=True):
-        before, start, total = stamps[begin - 1][0], stamps[begin][0], stamps[begin][3]
-        own = [s for s in stamps[begin:] if s[1].endswith("cluster models")]
-        own = own[: next((i for i, s in enumerate(own[1:], 1) if s[2] == 1), len(own))]
-        ended, _, done, _ = own[-1]
-        each = (ended - start) / (done - 1)
-        tested = next((s[0] for s in stamps[begin:] if s[1] == f"testing {name.replace(':', '+')}"), None)
-        after = tested - ended if tested is not None else after  # stage 3; of a stopped row as of the one before
-        whole = ended + (total - done) * each + after - before
-        rows.append((name, f"{done} of {total}", f"{1e3 * each:.0f}", f"{whole:.0f}"))
-    head = ("method", "steps measured", "ms a step of stages 1 and 2", "all stages, s")
-    return f"{table(head, rows, 'lrrr')}\n\nFrom [`fedbicross.csv`]({link(file, page)}), the log of that run."
+    for row in load(run, root)["rows"]:
+        if row["method"].startswith("fedbicross"):
+            seconds = [row["seconds_by_stage"][stage] for stage in shown]
+            rows.append((row["method"], *(f"{value:.1f}" for value in seconds), f"{sum(seconds):.1f}"))
+    source = f"[`results/{run}/results.json`]({link(root / 'results' / run / 'results.json', page)})"
+    return f"{table(('method', *shown, 'all, s'), rows, 'lrrrr')}\n\nFrom {source}."

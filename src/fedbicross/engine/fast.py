@@ -18,10 +18,10 @@ from torch import Tensor
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# Passes of one architecture after which compiling it has paid. On an H200 it takes 13 to 30 s, nearly all of it Python,
-# and saves 1 ms of a pass that matches statistics (with its gradient), 0.5 ms of one by the batch's own statistics, and
-# about 1 ms of a student's step. Passes for a generator ("stored", "features") are not measured: taken as a student's.
-WORTH_COMPILING = {"match": 25_000, "batch": 30_000, "student": 25_000, "stored": 25_000, "features": 25_000}
+# Passes of one architecture after which compiling them has paid. On an H200 that takes 30 s for passes that match
+# statistics, 11 s for those by the batch's own and 22 s for a student's, nearly all of it Python, and saves 1.1, 0.5
+# and 1.1 ms of each: paid after 19,000 to 28,000. Those for a generator ("stored", "features") are taken to be alike.
+WORTH_COMPILING = 25_000
 WARM_UPS = 3  # torch asks for a few runs before a capture; compilation happens in the first
 STREAMS = 8  # beyond so many, kernels wait for each other anyway
 
@@ -30,7 +30,7 @@ _streams: dict[int, list[torch.cuda.Stream]] = {}
 
 def worth_compiling(passes: Mapping[str, int]) -> frozenset[str]:
     """Which of these kinds of passes will be made often enough; others are recorded as they are."""
-    return frozenset(kind for kind, count in passes.items() if count >= WORTH_COMPILING[kind])
+    return frozenset(kind for kind, count in passes.items() if count >= WORTH_COMPILING)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

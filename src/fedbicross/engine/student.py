@@ -29,7 +29,7 @@ class Student:
         device: str = "cpu",
         precision: str = "fp32",
         fast: bool = False,
-        passes: int = WORTH_COMPILING["student"],
+        passes: int = WORTH_COMPILING,
     ) -> None:
         self.device, self.precision, self.fast = device, precision, fast
         model = quick(model) if fast else model
@@ -40,9 +40,8 @@ class Student:
         self.scratch = {name: b.clone() for name, b in self.buffers.items()}  # moved instead, where nothing should be
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
         self.forward = self._forward
-        if fast and worth_compiling(
-            {"student": passes}
-        ):  # weights are arguments, so that students of one architecture share one compilation
+        if fast and worth_compiling({"student": passes}):
+            # Weights are arguments, so that students of one architecture share one compilation.
             self.forward = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
 
     def logits(self, x: Tensor, track: bool = True, use_compiled: bool = True) -> Tensor:

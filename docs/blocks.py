@@ -398,6 +398,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "datasets": _datasets,
     "partitions": _partitions,
     "models": _models,
+    "benchmarks/accuracy": measured.accuracy,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "longer": measured.longer,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
+
+import numpy as np
 
 from docs.parts import Row, link, load, table
 
@@ -74,6 +77,33 @@ def gpu(what: str, page: Path, root: Path) -> str:
     least, most = found["growth"]["K"]["ms_per_K_squared"]
     grown = table(("growth with", "value", "ms", "peak, GB", "exponent"), rows, "lrrrr")
     return f"{grown}\n\nStage 2 takes {least:.1f} to {most:.1f} ms per K²."
+
+
+def accuracy(_: str, page: Path, root: Path) -> str:
+    """Whole methods on both paths: means over seeds, and the differences seed by seed."""
+    file = root / "results" / "benchmarks" / "accuracy.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    config, versions = found["config"], found["versions"]
+    seeds = sorted({row["seed"] for row in found["rows"]})
+    rows: list[Row] = []
+    for method, protocol in product(dict.fromkeys(row["method"] for row in found["rows"]), ("global", "matched")):
+        value = {
+            (row["way"], row["seed"]): 100 * row["accuracy"][protocol]
+            for row in found["rows"]
+            if row["method"] == method
+        }
+        plain, again, fast = (
+            np.array([value[way, seed] for seed in seeds])
+            for way in ("plain fp32", "plain fp32, one thread", "fast bf16")
+        )
+        apart = [f"{d.mean():+.1f} ± {d.std(ddof=1):.1f}" for d in (again - plain, fast - plain)]
+        rows.append((method, protocol, f"{plain.mean():.1f} ± {plain.std(ddof=1):.1f}", *apart))
+    head = ("method", "protocol", "plain fp32, %", "one thread - two, points", "fast bf16 - plain, points")
+    made = (
+        f"Mean ± standard deviation over {len(seeds)} seeds; {config['clients']} clients, {config['model']}, "
+        f"{versions['machine']}, torch {versions['torch']}. From [`accuracy.json`]({link(file, page)})."
+    )
+    return f"{table(head, rows, 'llrrr')}\n\n{made}"
 
 
 def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:

@@ -45,6 +45,7 @@ class Prepared:
     partitions: dict[int, Partition]
     device: str
     precision: str
+    fast: bool  # the fast path; the plain one is the reference
 
     @property
     def partition_text(self) -> str:
@@ -70,7 +71,8 @@ def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
     partitions = {seed: _partition(config, dataset, seed) for seed in config.seeds}
     for partition in partitions.values():
         config.models_of(partition.clients)
-    return Prepared(config, dataset, partitions, device, resolve_precision(config.precision, device))
+    fast = device == "cuda" and not config.deterministic
+    return Prepared(config, dataset, partitions, device, resolve_precision(config.precision, device), fast)
 
 
 def _partition(config: RunConfig, dataset: Dataset, seed: int) -> Partition:
@@ -109,9 +111,9 @@ def run(
         check_place(out, replace)
     prepared = prepare(config, dataset)
     if out is None:
-        return _loop(prepared, None, progress or Silent())
+        return run_prepared(prepared, None, progress or Silent())
     with _new_folder(out, replace, prepared) as folder:
-        return _loop(prepared, folder, progress or Silent())
+        return run_prepared(prepared, folder, progress or Silent())
 
 
 def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | No
         if folder.store.load("partition.json") != prepared.partition_text.encode():
             raise RunError("changed", f"the data or their partition are not those that {out} was started with")
         folder.clean()
-        return _loop(prepared, folder, progress or Silent())
+        return run_prepared(prepared, folder, progress or Silent())
 
 
 BEGINNING = {".lock", "partition.json"}  # what a run killed before its config.toml leaves: nothing worth keeping
@@ -179,7 +181,8 @@ def _empty(out: Path) -> None:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
-def _loop(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
+def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
+    """Every seed and method; without a folder everything stays in memory."""
     import torch
 
     from fedbicross.engine.device import set_precision
@@ -249,7 +252,7 @@ def _one_seed(
             seed=seed,
             device=prepared.device,
             precision=prepared.precision,
-            fast=prepared.device == "cuda" and not config.deterministic,
+            fast=prepared.fast,
             scope=f"seed-{seed}/{spec.replace(':', '+')}",
             store=store,
             progress=progress,

@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
+# Threads that wait do so asleep, so that other programs on the same cores are not slowed down.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: setup demo test lint format bench docs clean
 
 setup: $(STAMP)

@@ -3,8 +3,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-import torch
+from fedbicross.waiting import wait_passively
+
+wait_passively()  # before torch
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and on a busy machine it waits long
 

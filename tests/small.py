@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
+from fedbicross.bundle import pack
 from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
-from fedbicross.exchange import Client
+from fedbicross.exchange import Client, Predictor, Reply, Upload
 
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {
@@ -64,3 +67,10 @@ def tiny_context(classes: int = 3, size: int = 12, model: str = "resnet8", **tra
     values = {"recipe": "modern", "epochs": 2, "batch_size": 8, **training}
     task = Task(tuple(f"class-{c}" for c in range(classes)), size, 3, model)
     return Context(task, Training(**values))
+
+
+def packed_unchecked(message: Upload | Reply | Predictor) -> bytes:
+    """Its bytes, even where it holds NaN, which our own writer refuses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedbicross.exchange.pack", partial(pack, finite=False))
+        return message.pack()

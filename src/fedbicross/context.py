@@ -271,6 +271,7 @@ class Context:
             recipe,
             seed=self._training_seed,
             stream=("training", client.name),
+            label=client.label,
             forward_flops=models.forward_flops(*self.architecture_of(client)),
             device=self.device,
             precision=self.precision,
@@ -355,7 +356,7 @@ class Context:
         from fedbicross import models
 
         model = models.build(name or self.task.model, *self.architecture[1:])
-        models.initialise(model, rng)
+        models.initialise(model, rng, self.training.init_scheme)
         return model
 
     @property

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from fedbicross.bundle import OWN, inspect, pack, unpack
 from fedbicross.bundle.format import DTYPES, build_tensors, join_groups, take_group, tensor_digest
-from fedbicross.errors import UploadError
+from fedbicross.errors import MethodError, UploadError
 
 TENSORS = {
     "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -88,6 +88,15 @@ def test_types_that_no_bundle_holds() -> None:
         pack("x", {"v": torch.ones(1, dtype=torch.complex64)}, {})
     with pytest.raises(ValueError, match="not JSON compliant"):
         pack("x", {}, {"v": float("nan")})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nothing_that_is_not_finite_is_written(bad: float, dtype: torch.dtype) -> None:
+    tensors = {"empty": torch.zeros(0), "good": torch.ones(2), "bad": torch.tensor([1.0, bad, 2.0], dtype=dtype)}
+    with pytest.raises(MethodError, match="'bad' holds NaN or infinity") as caught:
+        pack("stage", tensors, {})
+    assert caught.value.code == "non_finite"
 
 
 names = st.from_regex(r"[A-Za-z0-9]{1,8}([.|][a-z0-9][a-z0-9_-]{0,7}){0,2}", fullmatch=True)

@@ -52,6 +52,13 @@ def x() -> Tensor:
     return torch.randn(5, 2, 7, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
+BN_DISTANCES = ("absolute", "relative")
+
+
+def _bn_layers(model):
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
 def hooked_bn_losses(model: nn.Module, x: Tensor) -> Tensor:
     """The BN term the slow way: forward hooks, and per-channel Python loops for mean and variance."""
     total = []
@@ -115,6 +122,40 @@ def test_bn_loss_and_its_gradient_equal_the_hooked_version(models, x):
     (fast_gradient,) = torch.autograd.grad((weights * bn).sum(), leaf)
     (slow_gradient,) = torch.autograd.grad((weights * slow).sum(), slow_leaf)
     torch.testing.assert_close(fast_gradient, slow_gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_relative_bn_loss_and_its_gradient_equal_the_written_out_version(models, x, fast):
+    other = x.clone().requires_grad_(True)
+    seen = []
+    handles = [m.register_forward_hook(lambda m, given, _: seen.append((m, given[0]))) for m in _bn_layers(models[0])]
+    models[0].eval()(other)
+    slow = torch.zeros((), dtype=x.dtype)
+    for layer, features in seen:
+        mean = features.mean((0, 2, 3))
+        variance = features.var((0, 2, 3), correction=0)
+        slow = slow + (mean - layer.running_mean).norm() / layer.running_var.sum().sqrt()
+        slow = slow + (variance - layer.running_var).norm() / layer.running_var.norm()
+    for handle in handles:
+        handle.remove()
+    leaf = x.clone().requires_grad_(True)
+    _, bn = Ensemble([models[0]], fast=fast, bn_distance="relative").logits_and_bn_loss(leaf)
+    torch.testing.assert_close(bn[0], slow, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad(loss, given)[0] for loss, given in ((bn.sum(), leaf), (slow, other))]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+
+def test_relative_bn_loss_does_not_hang_on_the_scale_of_a_layer(models, x):
+    """Weights s times as large before a batch norm, and its statistics to match, compute the same function."""
+    scaled = copy.deepcopy(models[0])
+    with torch.no_grad():
+        for parameter in scaled.conv1.parameters():
+            parameter.mul_(3)
+        scaled.bn1.running_mean.mul_(3)
+        scaled.bn1.running_var.mul_(9)
+    terms = {kind: Ensemble([models[0], scaled], bn_distance=kind).logits_and_bn_loss(x)[1] for kind in BN_DISTANCES}
+    assert terms["absolute"][1] > 1.5 * terms["absolute"][0]
+    assert terms["relative"][1] == pytest.approx(terms["relative"][0].item(), rel=1e-3)  # eps beside the variance
 
 
 def test_bn_loss_is_zero_with_a_finite_gradient_where_statistics_match(x):

@@ -11,6 +11,7 @@ from fedbicross.context import MemoryStore
 from fedbicross.engine import train as module
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.train import Trained, epoch_batches, split_validation, train, turn_and_mirror
+from fedbicross.errors import MethodError
 from fedbicross.seeds import torch_rng
 from small import tiny_clients
 
@@ -77,6 +78,30 @@ def test_killed_between_epochs_resumes_to_the_same_bytes(monkeypatch: pytest.Mon
     assert seen == [3, 4]
     assert same(whole, again)
     assert store.load("c") is None
+
+
+@pytest.mark.parametrize("select", ["best", "last"])
+def test_a_loss_that_is_not_finite_ends_it_at_that_epoch(select: str) -> None:
+    store, seen = MemoryStore(), list[int]()
+    recipe = RECIPE.model_copy(update={"lr": 1e30, "select": select})
+    with pytest.raises(MethodError, match=r"site A.*not finite in epoch 1; lower training\.lr") as caught:
+        options = {"store": store, "checkpoint": "c", "on_epoch": lambda epoch, entry: seen.append(epoch)}
+        run(recipe, label="site A", **options)
+    assert caught.value.code == "diverged"
+    assert not seen and store.load("c") is None
+
+
+def test_weights_that_end_up_not_finite_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step comes after the last loss was taken."""
+    monkeypatch.setattr(module._Work, "validate", lambda self, x, y: [torch.tensor(0.5), torch.tensor(1.0)])
+
+    def epoch(self: Any, rng: Any, rate: float) -> torch.Tensor:
+        next(iter(self.network.params.values())).detach().fill_(torch.nan)
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(module._Work, "epoch", epoch)
+    with pytest.raises(MethodError, match="weights are not finite"):
+        run()
 
 
 def test_pack_round_trip() -> None:

@@ -13,9 +13,9 @@ from fedbicross import models
 ALL = sorted(models.MODELS)
 
 
-def initialised(name, seed):
+def initialised(name, seed, scheme="torch"):
     model = models.build(name, 1, 3, 28)
-    models.initialise(model, torch.Generator().manual_seed(seed))
+    models.initialise(model, torch.Generator().manual_seed(seed), scheme)
     return model
 
 
@@ -73,15 +73,28 @@ def test_initialise_draws_the_same_weights_into_other_precisions():
     assert_same(model.state_dict(), expected.state_dict())
 
 
-def test_weights_have_the_stated_spread():
-    model = initialised("resnet18", 0)
-    block = model.trunk.stage4[1]
-    assert block.conv1.weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
-    assert block.conv1.weight.mean().item() == pytest.approx(0, abs=1e-4)
-    bound = 1 / math.sqrt(512)
-    assert 0.98 * bound < model.head.weight.abs().max().item() <= bound
-    assert model.head.bias.abs().max().item() <= bound
-    assert (initialised("cnn", 0).trunk.conv1.bias == 0).all()
+def test_weights_have_the_spread_of_torch_s_own_layers():
+    model, cnn = initialised("resnet18", 0), initialised("cnn", 0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        conv = nn.Conv2d(512, 512, 3, bias=False)
+    weight = model.trunk.stage4[1].conv1.weight
+    assert weight.std().item() == pytest.approx(conv.weight.std().item(), rel=0.01)
+    assert weight.mean().item() == pytest.approx(0, abs=1e-4)
+    layers = [(weight, 512 * 9), (model.head.weight, 512), (cnn.trunk.conv2.bias, 32 * 9)]
+    for values, fan_in in layers:
+        bound = 1 / math.sqrt(fan_in)
+        assert 0.9 * bound < values.abs().max().item() <= bound
+    assert model.head.bias.abs().max().item() <= 1 / math.sqrt(512)
+
+
+def test_he_draws_normal_convolutions_and_the_same_heads_as_before():
+    model = initialised("resnet18", 0, "he")
+    weight = model.trunk.stage4[1].conv1.weight
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
+    assert weight.abs().max() > 4 * weight.std()  # no uniform one reaches so far
+    assert 0.98 / math.sqrt(512) < model.head.weight.abs().max().item() <= 1 / math.sqrt(512)
+    assert (initialised("cnn", 0, "he").trunk.conv1.bias == 0).all()
 
 
 @pytest.mark.parametrize("name", ALL)

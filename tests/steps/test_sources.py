@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from fedbicross.bundle import pack, unpack
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.steps.inversion import InversionSettings
-from fedbicross.steps.sources import FinishedOnly, NoiseOnly
-from fedbicross.steps.trajectory import Teacher, Trajectory
+from fedbicross.steps.sources import FinishedOnly, NoiseOnly, SampleMemory
+from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
 
 from .tiny import Tiny, randomised
 
@@ -105,3 +106,48 @@ def test_stopped_draws_go_on_with_the_same_pool(stop):
 
 def test_a_checkpoint_of_something_else_has_no_pool():
     assert FinishedOnly.pool_of({"done": torch.tensor(3), "images": torch.zeros(1)}) == []
+
+
+# --- memory of samples -----------------------------------------------------------------------------------
+
+
+def numbered(t):
+    value = torch.full((1,), float(t))
+    return Sample(t, value, value, value, 1 / t, None)
+
+
+def memory(capacity, seed=0):
+    return SampleMemory(capacity, lambda seen: np.random.default_rng((seed, seen)))
+
+
+def test_memory_hands_out_earlier_samples_only_and_keeps_at_most_so_many():
+    kept_samples = memory(3)
+    assert kept_samples.exchange(numbered(1)) is None
+    for t in range(2, 40):
+        assert kept_samples.exchange(numbered(t)).t < t
+        assert len(kept_samples.kept) == min(t, 3)
+
+
+def test_every_sample_is_as_likely_to_be_kept_as_any_other():
+    counts = np.zeros(20)
+    for seed in range(2000):
+        kept_samples = memory(5, seed)
+        for t in range(1, 21):
+            kept_samples.exchange(numbered(t))
+        for sample in kept_samples.kept:
+            counts[sample.t - 1] += 1
+    assert counts.sum() == 10_000
+    assert np.abs(counts - 500).max() < 6 * np.sqrt(2000 * 0.25 * 0.75)  # six standard deviations
+
+
+@pytest.mark.parametrize("stop", [2, 9])
+def test_stopped_memory_goes_on(stop):
+    whole, first = memory(4), memory(4)
+    expected = [whole.exchange(numbered(t)) for t in range(1, 20)]
+    found = [first.exchange(numbered(t)) for t in range(1, stop + 1)]
+    second = memory(4)
+    second.load(kept(first))
+    found += [second.exchange(numbered(t)) for t in range(stop + 1, 20)]
+    assert [None if s is None else (s.t, s.lam) for s in found] == [
+        None if s is None else (s.t, s.lam) for s in expected
+    ]

@@ -26,7 +26,7 @@ from fedbicross.transport import files
 from fedbicross.transport.federation_file import CountPolicy
 from fedbicross.transport.site import apply_counts
 from fedbicross.transport.verify import counts_agree
-from small import TINY_METHODS
+from small import TINY_METHODS, packed_unchecked
 from transport.sites import NAMES, Sites, make_sites
 
 
@@ -208,7 +208,7 @@ def test_counts_and_their_sum_stay_in_agreement() -> None:
 
 
 def resigned(sites: Sites, data: bytes, key: Any, **changes: Any) -> bytes:
-    return sign(replace(Upload.unpack(data), **changes).pack(), key)
+    return sign(packed_unchecked(replace(Upload.unpack(data), **changes)), key)
 
 
 def test_uploads_that_are_not_what_they_should_be(trained: tuple[Sites, dict[str, bytes]]) -> None:
@@ -395,7 +395,7 @@ def test_a_signed_reply_with_nonsense_in_it_is_one_line(
         data = sign(Reply(tensors, {"rounds_done": 1}, client.name, run).pack(), sites.server_key)
         found = code(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
         assert found == "missing_tensor"
-    infinite = sign(Reply({"x": torch.tensor([torch.inf])}, {}, client.name, run).pack(), sites.server_key)
+    infinite = sign(packed_unchecked(Reply({"x": torch.tensor([torch.inf])}, {}, client.name, run)), sites.server_key)
     assert code(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
     bicross = make_sites("fedbicross:k2")
     nonsense = sign(Reply({}, {}, "client-0", bicross.federation.run).pack(), bicross.server_key)

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedbicross.bundle.limits import DTYPES, UPLOAD, Limits, for_kind
-from fedbicross.errors import UploadError
+from fedbicross.errors import MethodError, UploadError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,9 +80,17 @@ def tensor_digest(tensor: Tensor) -> str:
     return _digest(_dtype_name(plain), tuple(plain.shape), _raw(plain))
 
 
-def pack(kind: str, tensors: Tensors, manifest: Mapping[str, Any]) -> bytes:
-    """Encode tensors and a JSON-able manifest as one safetensors file."""
+def pack(kind: str, tensors: Tensors, manifest: Mapping[str, Any], finite: bool = True) -> bytes:
+    """Encode tensors and a JSON-able manifest as one safetensors file.
+
+    NaN and infinity are refused, so that no file of ours ever holds them; ``finite=False`` is for tests that forge.
+    """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if finite:
+        for name, tensor in plain.items():
+            if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):
+                hint = "a training diverged; lower its learning rate"
+                raise MethodError("non_finite", f"{kind} not written: tensor {name!r} holds NaN or infinity; {hint}")
     table = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in plain.items()}
     raw = {name: _raw(tensor) for name, tensor in plain.items()}
     digests = {name: _digest(*table[name], raw[name]) for name in plain}

@@ -26,8 +26,8 @@ from fedbicross.engine import fast as fast_path
 from fedbicross.engine.device import autocast
 from fedbicross.engine.fold import Fused, folded
 from fedbicross.engine.layers import quick
+from fedbicross.engine.norm import BNDistance, Mode, Norm, Pass, Way
 from fedbicross.engine.norm import LayerStatistics as LayerStatistics
-from fedbicross.engine.norm import Mode, Norm, Pass, Way
 from fedbicross.errors import MethodError
 
 if TYPE_CHECKING:
@@ -56,10 +56,16 @@ class Ensemble:
     no running statistics, and BatchNorm1d/3d, stay in eval mode and take no part in matching or adaptation.
     """
 
-    def __init__(self, models: Iterable[nn.Module], precision: str = "fp32", fast: bool = False) -> None:
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        precision: str = "fp32",
+        fast: bool = False,
+        bn_distance: BNDistance = "absolute",
+    ) -> None:
         self.precision, self.fast = precision, fast
         # One by one: a hundred may come from a generator.
-        self._clients = [_private_copy(model, precision, fast) for model in models]
+        self._clients = [_private_copy(model, precision, fast, bn_distance) for model in models]
         if not self._clients:
             raise MethodError("no_clients", "an ensemble needs at least one model")
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this ensemble
@@ -132,7 +138,8 @@ class Ensemble:
         """[N,B,C] and [N]: the BN term of each client, Σ_layers ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂ (FedISCA, below Eq. 1).
 
         μ(x) and σ²(x) (biased) are those of each layer's input while the network normalises with its stored statistics.
-        A client without BN has the term 0.
+        With ``bn_distance="relative"`` each distance is divided by the layer's own unit (`engine.norm`). A client
+        without BN has the term 0.
         """
         logits, terms = self._run(x, "match")
         return logits, torch.stack(terms)
@@ -228,8 +235,8 @@ def statistics_from_tensors(tensors: Mapping[str, Tensor]) -> Statistics:
 def _matching_loss(stored: Mapping[str, Tensor], current: Pass, output: Tensor) -> Tensor:
     """The BN term of what the layers saw, against the statistics among a network's tensors; 0 if they saw nothing."""
     terms = current.terms or [
-        torch.linalg.vector_norm(mean - stored[f"{name}.running_mean"])
-        + torch.linalg.vector_norm(var - stored[f"{name}.running_var"])
+        torch.linalg.vector_norm(mean - stored[f"{name}.running_mean"]) / stored[f"{name}.units"][0]
+        + torch.linalg.vector_norm(var - stored[f"{name}.running_var"]) / stored[f"{name}.units"][1]
         for name, mean, var in current.seen
     ]
     return torch.stack(terms).sum() if terms else _nothing(output)
@@ -284,7 +291,7 @@ def _trunk(model: nn.Module) -> nn.Module:
     return trunk
 
 
-def _private_copy(model: nn.Module, precision: str, fast: bool) -> _Client:
+def _private_copy(model: nn.Module, precision: str, fast: bool, bn_distance: BNDistance) -> _Client:
     current = Pass()
     private = copy.deepcopy(model).eval().requires_grad_(False)
     private = private.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -292,7 +299,7 @@ def _private_copy(model: nn.Module, precision: str, fast: bool) -> _Client:
     for name, module in list(private.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
             parent, _, attribute = name.rpartition(".")
-            norm = replaced.setdefault(module, Norm(module, name, current))
+            norm = replaced.setdefault(module, Norm(module, name, current, bn_distance))
             setattr(private.get_submodule(parent), attribute, norm)
     if not fast:
         return _Client(private, current)

@@ -9,7 +9,9 @@ CPU all four do the plain thing, so that tests can walk the same code without a 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -26,6 +28,23 @@ WARM_UPS = 3  # torch asks for a few runs before a capture; compilation happens 
 STREAMS = 8  # beyond so many, kernels wait for each other anyway
 
 _streams: dict[int, list[torch.cuda.Stream]] = {}
+_at_once = True  # changed by `one_at_a_time` only
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Within it, what would share a GPU is done in turn: tests and benchmarks compare both, bit for bit."""
+    global _at_once
+    before, _at_once = _at_once, False
+    try:
+        yield
+    finally:
+        _at_once = before
+
+
+def at_once(device: str, jobs: int = 2) -> bool:
+    """Whether so many jobs share this device rather than wait for one another."""
+    return _at_once and device == "cuda" and jobs > 1
 
 
 def worth_compiling(passes: Mapping[str, int]) -> frozenset[str]:
@@ -80,12 +99,40 @@ class Captured:
                 self.function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_garbage_collection(), _own_workspaces(), torch.cuda.graph(graph, stream=side):
             self.outputs = self.function(*self.inputs)
         with torch.no_grad():
             for value, old in zip(self.state, kept, strict=True):
                 value.copy_(old)
         self.graph = graph
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Matrix products recorded here write to scratch memory that belongs to this recording alone.
+
+    torch keeps one cuBLAS workspace for each stream and thread, and a recording holds its address. Two recordings made
+    on the same streams would therefore write into each other's results when they are replayed at the same time.
+    Cleared before, the workspaces are allocated anew from the recording's own memory pool; cleared after, nobody else
+    is given them. torch does the same for its CUDA graph trees.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The collector may free an older recording at any time, which would make the one in the making invalid."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def recorded(
@@ -102,7 +149,7 @@ def recorded(
 
 def side_by_side(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
     """The results of independent jobs, on a GPU each on a stream of its own; autograd keeps to the same streams."""
-    if device != "cuda" or len(jobs) < 2:
+    if not at_once(device, len(jobs)):
         return [job() for job in jobs]
     index = torch.cuda.current_device()
     if index not in _streams:
@@ -168,7 +215,7 @@ class Ahead(Generic[T]):
 
 def ahead(source: Source[T], fast: bool) -> Source[T]:
     """``Ahead`` on a GPU with the fast path, the source itself elsewhere."""
-    return Ahead(source) if fast and torch.cuda.is_available() else source
+    return Ahead(source) if fast and torch.cuda.is_available() and at_once("cuda") else source
 
 
 def _tensors_in(item: Any) -> Iterable[Tensor]:

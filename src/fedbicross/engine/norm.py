@@ -13,6 +13,7 @@ LayerStatistics = dict[str, tuple[Tensor, Tensor]]
 """BN layer name → (mean, biased variance), each of shape [channels]."""
 
 Mode = Literal["stored", "match", "batch", "measure", "given", "features"]
+BNDistance = Literal["absolute", "relative"]
 Way = Literal["plain", "kernels", "compiled"]
 """How a layer does it: the reference, with torch's kernels for batch-norm, or as arithmetic for a compiler."""
 
@@ -49,8 +50,9 @@ class Norm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
     matching: Tensor
+    units: Tensor
 
-    def __init__(self, source: nn.BatchNorm2d, name: str, current: Pass) -> None:
+    def __init__(self, source: nn.BatchNorm2d, name: str, current: Pass, distance: BNDistance = "absolute") -> None:
         super().__init__()
         self.name, self.eps, self.current = name, source.eps, current
         self.weight, self.bias = source.weight, source.bias
@@ -60,6 +62,7 @@ class Norm(nn.Module):
         scale = torch.where(scale.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scale).detach()
         constants = torch.stack((scale, torch.ones_like(scale), -1 / scale, -2 / scale))
         self.register_buffer("matching", constants, persistent=False)
+        self.register_buffer("units", distance_units(self.running_var, distance), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise as the current pass says."""
@@ -68,7 +71,7 @@ class Norm(nn.Module):
             return self._fast(x)
         if current.way == "kernels" and current.mode == "match":
             stored = (self.running_mean, self.running_var)
-            out, term = matched(x, *stored, self.weight, self.bias, self.matching, self.eps)
+            out, term = matched(x, *stored, self.weight, self.bias, self.matching, self.units, self.eps)
             current.terms.append(term)
             return out
         if current.mode == "batch":
@@ -119,6 +122,17 @@ class Norm(nn.Module):
         return scale, -mean * scale if self.bias is None else self.bias - mean * scale
 
 
+def distance_units(variance: Tensor, distance: BNDistance) -> Tensor:
+    """What a layer's two distances ‖μ(x)−μ‖₂ and ‖σ²(x)−σ²‖₂ are divided by [2].
+
+    ``absolute``: 1 and 1, as in the papers. ``relative`` (ours): ‖σ‖₂ and ‖σ²‖₂. A layer whose inputs are s times as
+    large, as another initialisation makes them, has a term s or s² times as large, and so have both units.
+    """
+    if distance == "absolute":
+        return torch.ones(2, dtype=variance.dtype, device=variance.device)
+    return torch.stack((variance.sum().sqrt(), variance.norm())).clamp_min(SMALLEST_SCALE)
+
+
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel [C] over batch and space, of x [B, C, ...]."""
     # Half-precision activations: the sums over batch and space need more bits than they have.
@@ -145,6 +159,7 @@ class _Matched(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         matching: Tensor,
+        units: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """Normalised x and the distance."""
@@ -152,8 +167,8 @@ class _Matched(torch.autograd.Function):
         seen_mean, seen_var = torch.batch_norm_update_stats(x, None, None, 0.0) if x.is_cuda else batch_statistics(x)
         away = torch.stack((seen_mean - mean, seen_var - var))
         norms = torch.linalg.vector_norm(away, dim=1, keepdim=True)
-        ctx.save_for_backward(x, seen_mean, away / norms.clamp_min(1e-30), matching)
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), norms.sum()
+        ctx.save_for_backward(x, seen_mean, away / (norms.clamp_min(1e-30) * units[:, None]), matching)
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), (norms[:, 0] / units).sum()
 
     @staticmethod
     @once_differentiable
@@ -171,16 +186,24 @@ class _Matched(torch.autograd.Function):
             shape = (1, -1, 1, 1)
             a, b = by_mean.view(shape) / count, by_var.view(shape) / count
             by_x = (scale.view(shape) * (by_out - a - (x - mean.view(shape)) * b)).to(x.dtype)
-        return by_x, None, None, None, None, None, None
+        return by_x, None, None, None, None, None, None, None
 
 
 def matched(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, matching: Tensor, eps: float
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    matching: Tensor,
+    units: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """x [B,C,H,W] normalised by the stored statistics, and ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂, the distance of its own from them.
 
-    ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale.
-    There is no second derivative.
+    ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale. ``units``
+    [2] divide the two distances. There is no second derivative.
     """
-    normalised, distance = _Matched.apply(x, mean, var, weight, bias, matching, eps)  # type: ignore[no-untyped-call]
+    given = (x, mean, var, weight, bias, matching, units, eps)
+    normalised, distance = _Matched.apply(*given)  # type: ignore[no-untyped-call]
     return normalised, distance

@@ -29,6 +29,9 @@ class Training(Settings):
     validation: float = Field(0.1, ge=0, lt=1, description="share kept for local validation (authors' code: 0.1)")
     select: Literal["best", "last"] = Field("best", description="uploaded epoch: best on local validation, or last")
     init: Literal["shared", "independent"] = Field("shared", description="do clients start from the same weights?")
+    init_scheme: Literal["torch", "he"] = Field(
+        "torch", description="first weights of clients and students: torch's default (authors' code) or He's normal"
+    )
     seed: int | None = Field(None, description="seed of initialisation and batches; none: the run's seed")
 
     @model_validator(mode="before")

@@ -116,8 +116,8 @@ class Student:
 
     @property
     def finite(self) -> bool:
-        """Whether every weight is still a finite number."""
-        return all(bool(torch.isfinite(p).all()) for p in self.params.values())
+        """Whether every weight and every running statistic is still a finite number."""
+        return all(bool(torch.isfinite(value).all()) for value in (*self.params.values(), *self.buffers.values()))
 
     def copies(self) -> dict[str, Tensor]:
         """The network's state dict as it is now, copied where it lies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 
 from fedbicross.bundle import pack, unpack
 from fedbicross.engine.device import normalise, to_device
-from fedbicross.engine.fast import STREAMS, recorded, scalar
+from fedbicross.engine.fast import STREAMS, at_once, recorded, scalar
 from fedbicross.engine.student import Student
+from fedbicross.errors import MethodError
 from fedbicross.seeds import numpy_rng
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def train(
 def side_by_side(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
     """Several ``training``s at once: a small network alone leaves most of a GPU idle. On a CPU one after another."""
     results: dict[int, Trained] = {}
-    if device != "cuda":
+    if not at_once(device, len(jobs)):
         for number, job in enumerate(jobs):
             while number not in results:
                 _advance(job, number, results)
@@ -152,6 +154,7 @@ def training(
     *,
     seed: int,
     stream: tuple[str, ...],
+    label: str = "the network",
     visit: tuple[str, ...] = (),
     forward_flops: int = 0,
     device: str = "cpu",
@@ -169,7 +172,7 @@ def training(
     Epoch e draws its batches from the stream ``(*stream, "epoch-e")``, so that a killed run continues to the
     same bytes without saving any random state. ``first_epoch`` and ``total_epochs`` place a short visit (one
     round of FedAvg) inside a longer schedule. ``visit`` gives a training that is made again (a later shot) batches of
-    its own, with the same validation images.
+    its own, with the same validation images. ``label`` names the client where a loss that is not finite ends it all.
     """
     last = epochs if epochs is not None else recipe.epochs
     total = total_epochs or last
@@ -202,6 +205,8 @@ def training(
         entry: dict[str, Any] = {"epoch": first_epoch + epoch + 1, "lr": rate, "train_loss": loss, "val_accuracy": None}
         if seen:
             entry |= {"val_accuracy": float(seen[0]), "val_loss": float(seen[1])}
+        if not (math.isfinite(loss) and math.isfinite(entry.get("val_loss", 0.0))):
+            raise diverged(label, f"the loss is not finite in epoch {entry['epoch']}")
         history.append(entry)
         if recipe.select == "best" and len(val_rows):
             # Accuracy decides; among equals the lower loss, so that an easy client does not keep its first epoch.
@@ -218,11 +223,19 @@ def training(
 
     if recipe.select == "last" or not len(val_rows):
         best_state = network.copies()
+    if not all(bool(torch.isfinite(value).all()) for value in best_state.values()):
+        raise diverged(label, f"weights are not finite after epoch {best_epoch}")  # a step follows the last loss
     if store and checkpoint:
         store.drop(checkpoint)
     flops = forward_flops * last * (3 * len(train_rows) + len(val_rows))  # backward costs twice the forward
     best = {name: value.cpu().contiguous() for name, value in best_state.items()}
     return Trained(architecture, best, history, best_epoch, len(train_rows), len(val_rows), flops)
+
+
+def diverged(label: str, what: str) -> MethodError:
+    """The error of a training that went astray."""
+    hint = 'lower training.lr, use another training.schedule, or precision = "fp32"'
+    return MethodError("diverged", f"training of {label}: {what}; {hint}")
 
 
 class _Work:

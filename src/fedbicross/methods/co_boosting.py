@@ -105,7 +105,8 @@ class CoBoosting(GenerativeMethod[CoBoostingConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: hard images, perturbed; better weights; distillation; epoch after epoch."""
         config = self.config
-        boosting = Boosting(config, Replay(self.name, config, self.load_teachers(uploads, ctx), ctx))
+        ensemble = self.load_teachers(uploads, ctx, config.bn_distance)
+        boosting = Boosting(config, Replay(self.name, config, ensemble, ctx))
         server, moving = boosting.server, config.weight_step != "none"
         whole_pool = moving and config.reweight_on == "stored"
         for epoch in server.epochs():

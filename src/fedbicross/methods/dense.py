@@ -100,7 +100,7 @@ class DENSE(GenerativeMethod[DENSEConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: train the generator, keep its images, distil; epoch after epoch."""
         config = self.config
-        server = Replay(self.name, config, self.load_teachers(uploads, ctx), ctx)
+        server = Replay(self.name, config, self.load_teachers(uploads, ctx, config.bn_distance), ctx)
 
         def soften(images: Tensor) -> Tensor:
             return steps.distill.combine_logits(server.ask(images), "mean_logits", config.temperature)

@@ -43,6 +43,10 @@ class FedISCAConfig(ShotsConfig):
     synthesis: bool = Field(True, description="false: train on fresh N(0,1) noise only (ablation w/o IS)")
     intermediate: bool = Field(True, description="false: train on finished images only (ablation w/o N, DeepInversion)")
 
+    memory: int = Field(
+        0, ge=0, description="earlier batches kept, one learnt from again after each new one (paper: none; ours)"
+    )
+
     @property
     def distillation_steps(self) -> int:
         """Of all epochs."""
@@ -90,12 +94,14 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         teacher = config.load_teacher(self.name, uploads, ctx)
         student = self.first_student(shot, ctx)
         watch = Watch("student", ctx, config.steps, total)
+        memory = steps.sources.SampleMemory(config.memory, lambda seen: ctx.rng("memory", f"sample-{seen}"))
         begin, pool, saved = 0, [], None
         checkpoint = ctx.load_stage("distillation")
         if checkpoint is not None:
             begin, saved = checkpoint[1]["epoch"], on_device(take_group(checkpoint[0], "source"), ctx.device)
             student.load(take_group(checkpoint[0], "student"))
             watch.load(take_group(checkpoint[0], "watch"))
+            memory.load(on_device(take_group(checkpoint[0], "memory"), ctx.device))
             pool = steps.sources.FinishedOnly.pool_of(saved)
         update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
         epochs = range(begin, config.epochs)
@@ -106,6 +112,8 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
             for sample in source:
                 lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
                 loss = config.learn(student, sample, lr)
+                if config.memory and (earlier := memory.exchange(sample)):
+                    config.learn(student, earlier, lr)
                 watch.add(sample, distillation=loss)
                 update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
 
@@ -113,7 +121,7 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
                     epoch: int = epoch, source: Source[Sample] = source
                 ) -> tuple[dict[str, Tensor], dict[str, int]]:
                     groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
-                    return join_groups(**groups), {"epoch": epoch}
+                    return join_groups(**groups, memory=memory.tensors()), {"epoch": epoch}
 
                 if watch.step < total:  # the last step is made again, since its sample is described below
                     ctx.save_stage_when_due("distillation", state)

@@ -39,6 +39,9 @@ class FedLMGConfig(MethodConfig):
     bn_steps: int = Field(10, ge=0, description="steps by the batch-norm term alone before them (code: 10)")
     guidance: float = Field(1.0, ge=0, description="step along the client's gradient (code: 1)")
     alpha_bn: float = Field(0.1, ge=0, description="weight of the batch-norm term beside cross-entropy (code: 0.1)")
+    bn_distance: Literal["absolute", "relative"] = Field(
+        "absolute", description="a layer's batch-norm distances as they are (papers), or over its own spread (ours)"
+    )
     cfg: float = Field(3.0, ge=0, description="weight of the text, classifier-free guidance (code: 3)")
     prompt: str = Field("an image of {}", description="text for a class; {} is its name (code: an image of ...)")
     batch_synthesis: int = Field(
@@ -120,6 +123,7 @@ class FedLMG(Method[FedLMGConfig]):
             ctx.architecture[1:],
             ctx.device,
             ctx.precision,
+            bn_distance=self.config.bn_distance,
         )
         steps.teachers.need_batchnorm(teachers, names, self.name)
         drawn = [self._draw(teachers.subset([i]), name, ctx) for i, name in enumerate(names)]

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.ensemble import Ensemble
+    from fedbicross.engine.norm import BNDistance
     from fedbicross.engine.student import Student
     from fedbicross.steps.generators import ImageGenerator
+
+
+WORST = 3e38  # a loss that every other one is lower than; finite, so that a checkpoint can hold it
 
 
 class GenerativeConfig(MethodConfig):
@@ -62,6 +66,9 @@ class ReplayConfig(GenerativeConfig):
     """A generator that is trained for a few steps per epoch, and a pool of all that it made."""
 
     alpha_bn: float = Field(1.0, ge=0, description="weight of the batch-norm term, the mean over clients")
+    bn_distance: Literal["absolute", "relative"] = Field(
+        "absolute", description="a layer's batch-norm distances as they are (papers), or over its own spread (ours)"
+    )
     reset: bool = Field(True, description="start every epoch with a new generator; false: one for the whole run")
     learn_latent: bool = Field(False, description="train the latent vectors too (authors' code: yes); needs reset")
     keep: Literal["last", "best"] = Field(
@@ -125,14 +132,14 @@ class GenerativeMethod(Method[GenerativeT]):
         """The global student as it is."""
         return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
 
-    def load_teachers(self, uploads: Sequence[Upload], ctx: Context) -> Ensemble:
+    def load_teachers(self, uploads: Sequence[Upload], ctx: Context, bn_distance: BNDistance = "absolute") -> Ensemble:
         """All clients, frozen; damaged uploads are refused here, before any work."""
         names = [upload.client for upload in uploads]
         architectures = [upload.task.model for upload in uploads]
         tensors = [upload.tensors for upload in uploads]
         shape = ctx.architecture[1:]
         ensemble = steps.teachers.load_teachers(
-            names, architectures, tensors, shape, ctx.device, ctx.precision, ctx.fast
+            names, architectures, tensors, shape, ctx.device, ctx.precision, ctx.fast, bn_distance
         )
         ensemble.at_once = self.config.teachers_at_once or steps.inversion.clients_that_fit(
             architectures, shape, self.config.batch, ctx.device
@@ -232,7 +239,7 @@ class Replay:
         )
         self.labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         self.weights = torch.full((len(ensemble),), 1 / len(ensemble), device=ctx.device)  # of the clients
-        self.best = torch.full((), torch.inf, device=ctx.device)
+        self.best = torch.full((), WORST, device=ctx.device)
         self.candidate = torch.zeros((config.batch, *image_shape(ctx)), device=ctx.device)
         self.watch = GeneratorWatch(ctx, config.epochs, config.epochs * config.steps, self.learning)
         self.history = [self.weights.clone()]  # of the weights, one entry per finished epoch
@@ -252,7 +259,7 @@ class Replay:
                 if config.reset or epoch == 0:
                     self.generator.reset(rng("generator", f"epoch-{epoch}"))
                 self.generator.draw(rng("latent", f"epoch-{epoch}"))
-                self.best.fill_(float("inf"))
+                self.best.fill_(WORST)
             yield epoch
             self.history.append(self.weights.clone())
             self.made, self.taught, self.stored = 0, 0, False

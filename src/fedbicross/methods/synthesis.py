@@ -38,6 +38,9 @@ class SynthesisConfig(MethodConfig):
     bn_reduction: Literal["mean", "sum"] = Field(
         "mean", description="batch-norm term over clients (FedISCA's code: sum)"
     )
+    bn_distance: Literal["absolute", "relative"] = Field(
+        "absolute", description="a layer's batch-norm distances as they are (papers), or over its own spread (ours)"
+    )
     ce: Literal["mean_logits", "mean_ce"] = Field(
         "mean_logits", description="cross-entropy of the mean logits (code), or mean of the clients' (E-FedISCA's text)"
     )
@@ -92,6 +95,7 @@ class SynthesisConfig(MethodConfig):
             ctx.device,
             ctx.precision,
             ctx.fast,
+            self.bn_distance,
         )
         steps.teachers.need_batchnorm(ensemble, names, method)
         ensemble.at_once = self.teachers_at_once or steps.inversion.clients_that_fit(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fedbicross._lazy import lazy_submodules
 from fedbicross.errors import ConfigError, nearest
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fedbicross.models.base import Classifier
 
 __getattr__ = lazy_submodules(__name__, ["heads"])
+
+InitScheme = Literal["torch", "he"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ def build(name: str, channels: int, classes: int, image_size: int) -> Classifier
     return factory.build(canonical(name), channels, classes, image_size)
 
 
-def initialise(model: nn.Module, generator: torch.Generator) -> None:
+def initialise(model: nn.Module, generator: torch.Generator, scheme: InitScheme = "torch") -> None:
     """Fill every parameter and buffer in place from a CPU generator (the rules are in ``factory.initialise``)."""
     from fedbicross.models import factory
 
-    factory.initialise(model, generator)
+    factory.initialise(model, generator, scheme)
 
 
 @cache

@@ -15,6 +15,7 @@ from fedbicross.models.vgg import vgg8, vgg11, vgg16
 from fedbicross.models.wrn import wrn16_2
 
 if TYPE_CHECKING:
+    from fedbicross.models import InitScheme
     from fedbicross.models.base import Classifier
 
 BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
@@ -48,22 +49,23 @@ def build(name: str, channels: int, classes: int, image_size: int) -> Classifier
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, generator: torch.Generator) -> None:
+def initialise(model: nn.Module, generator: torch.Generator, scheme: InitScheme = "torch") -> None:
     """Fill the model in place, module by module in the order of construction.
 
-    Convolution: normal, variance 2 / fan_out (He et al. 2015, as in ResNet), bias zero. Linear: weight and bias
-    uniform in ±1/√fan_in (PyTorch's default). Batch normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0.
-    Layer normalisation: 1 and 0. A module with a method ``fill(generator)`` fills its own parameters.
+    Convolution and linear: weight and bias uniform in ±1/√fan_in, PyTorch's default, which the papers' released code
+    keeps. With ``he``, convolutions are normal with variance 2 / fan_out (He et al. 2015), their bias zero. Batch
+    normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0. Layer normalisation: 1 and 0. A module with a method
+    ``fill(generator)`` fills its own parameters.
     """
     # Drawn in float32 on the CPU and then copied, so that a seed means the same weights on every device.
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and scheme == "he":
             fan_out = module.out_channels * math.prod(module.kernel_size) // module.groups
             module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * math.sqrt(2 / fan_out))
             if module.bias is not None:
                 module.bias.zero_()
-        elif isinstance(module, nn.Linear):
-            bound = 1 / math.sqrt(module.in_features)
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            bound = 1 / math.sqrt(math.prod(module.weight.shape[1:]))
             for tensor in (module.weight, module.bias):
                 if tensor is not None:
                     tensor.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)

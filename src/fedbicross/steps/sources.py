@@ -1,9 +1,10 @@
-"""What FedISCA's ablations are trained on instead of a whole trajectory. Same shape: an iterable of samples."""
+"""What FedISCA's ablations are trained on instead of a whole trajectory, and a memory of samples of earlier ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,3 +71,50 @@ class FinishedOnly:
             self.done += 1
             original = self.trajectory.teacher.original(self.pool[index])
             yield Sample(self.done, self.pool[index], original, original, 0.0, None)
+
+
+class SampleMemory:
+    """Up to ``capacity`` samples of all that were seen, each as likely as any other (reservoir sampling).
+
+    A student that learns from the newest trajectory alone forgets the earlier ones: its accuracy then hangs on the
+    rounding of the last few steps.
+    """
+
+    def __init__(self, capacity: int, rng_of: Callable[[int], np.random.Generator]) -> None:
+        self.capacity, self.rng_of = capacity, rng_of  # a random stream for each sample that comes
+        self.kept: list[Sample] = []
+        self.seen = 0
+
+    def exchange(self, sample: Sample) -> Sample | None:
+        """An earlier sample to learn from again, if there is one; the new one may then be kept."""
+        rng = self.rng_of(self.seen)
+        earlier = self.kept[int(rng.integers(len(self.kept)))] if self.kept else None
+        if len(self.kept) < self.capacity:
+            self.kept.append(sample._replace(loss=None))
+        elif (place := int(rng.integers(self.seen + 1))) < self.capacity:
+            self.kept[place] = sample._replace(loss=None)
+        self.seen += 1
+        return earlier
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        out = {"seen": torch.tensor(self.seen)}
+        for index, sample in enumerate(self.kept):
+            numbers = torch.tensor([float(sample.t), float(sample.lam)], dtype=torch.float64)
+            parts = {
+                "images": sample.images,
+                "original": sample.original,
+                "adapted": sample.adapted,
+                "numbers": numbers,
+            }
+            out |= {f"{index}/{name}": value.clone() for name, value in parts.items()}  # no tensor twice in a file
+        return out
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.seen, self.kept = int(tensors["seen"]), []
+        while f"{len(self.kept)}/images" in tensors:
+            images, original, adapted, numbers = (
+                tensors[f"{len(self.kept)}/{name}"] for name in ("images", "original", "adapted", "numbers")
+            )
+            self.kept.append(Sample(int(numbers[0]), images, original, adapted, float(numbers[1]), None))

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedbicross import models
 from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.norm import BNDistance
 from fedbicross.errors import MethodError
 
 
@@ -21,6 +22,7 @@ def load_teachers(
     device: str = "cpu",
     precision: str = "fp32",
     fast: bool = False,
+    bn_distance: BNDistance = "absolute",
 ) -> Ensemble:
     """The clients' networks as an ensemble on ``device``; ``shape`` is (channels, classes, image size)."""
     for name, state in zip(names, states, strict=True):
@@ -28,7 +30,7 @@ def load_teachers(
     each = zip(names, architectures, states, strict=True)
     # One at a time: the ensemble keeps copies of its own, and a hundred large networks should not be there twice.
     networks = (_network(name, architecture, state, shape).to(device) for name, architecture, state in each)
-    return Ensemble(networks, precision, fast)
+    return Ensemble(networks, precision, fast, bn_distance)
 
 
 def _network(name: str, architecture: str, state: Mapping[str, Tensor], shape: tuple[int, int, int]) -> nn.Module:

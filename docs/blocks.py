@@ -399,6 +399,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "partitions": _partitions,
     "models": _models,
     "benchmarks/accuracy": measured.accuracy,
+    "at-once": measured.at_once,
+    "superseded": measured.superseded,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "longer": measured.longer,

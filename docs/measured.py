@@ -106,6 +106,44 @@ def accuracy(_: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'llrrr')}\n\n{made}"
 
 
+def at_once(_: str, page: Path, root: Path) -> str:
+    """Trainings at once and in turn: time, last losses, and whether all weights have the same bits."""
+    file = root / "results" / "benchmarks" / "at-once.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        (
+            run["way"],
+            f"{run['seconds']:.1f}",
+            ", ".join(f"{loss:.4f}" for loss in run["last_train_loss"]),
+            run["sha256"][:12],
+        )
+        for run in found["runs"]
+    ]
+    head = ("five trainings", "seconds", "last training losses", "SHA-256 of all weights")
+    note = f"From [`at-once.json`]({link(file, page)}); the first run also warms the GPU up."
+    return f"{table(head, rows, 'lrll')}\n\n{note}"
+
+
+def superseded(_: str, page: Path, root: Path) -> str:
+    """Old values of results that were taken out, beside what has been made again."""
+    file = root / "results" / "benchmarks" / "superseded.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows: list[Row] = []
+    for old in found["rows"]:
+        stored = root / "results" / old["run"] / "results.json"
+        new = {row["method"]: row for row in load(old["run"], root)["rows"]} if stored.exists() else {}
+        again = new.get(old["method"])
+        if old["method"] != "majority":
+            rows.append((old["run"], old["method"], _three(old), "not made again" if again is None else _three(again)))
+    head = ("stored result", "method", "old: global / matched / label-set %", "new")
+    made = f"Old values: commit {found['commit']}, [`superseded.json`]({link(file, page)}). One seed each."
+    return f"{table(head, rows, 'llrr')}\n\n{made}"
+
+
+def _three(row: Mapping[str, Mapping[str, float]]) -> str:
+    return " / ".join(f"{100 * row['accuracy'][protocol]:.1f}" for protocol in ("global", "matched", "label_set"))
+
+
 def _time_and_memory(entry: Mapping[str, float]) -> tuple[str, str]:
     return f"{entry['ms']:.1f}", f"{entry['peak_gb']:.1f}"
 

@@ -84,7 +84,7 @@ def test_pictures_are_small() -> None:
         assert picture.stat().st_size < 400_000, picture.name
 
 
-UNFINISHED = {"blood-generators-0.1", "blood-generators-0.5", "derma-teachers"}  # docs/results.md says so
+UNFINISHED = {"derma-teachers"}  # docs/results.md says so
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from fedbicross.waiting import wait_passively
@@ -10,7 +11,8 @@ wait_passively()  # before torch
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and on a busy machine it waits long
+# Tiny tensors: a second thread only waits, and on a busy machine it waits long.
+torch.set_num_threads(int(os.environ.get("FEDBICROSS_TEST_THREADS", "1")))
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,16 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real images: set FEDBICROSS_DATA to a folder with MedMNIST files")
     return folder
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New tensors, and those that the code makes ``float()``, are float64.
+
+    In float32 two ways to compute the same thing may disagree about the sign of a number near 0, and with it about a
+    ReLU, an argmax or a maximum; which images this happens to depends on the processor. In float64 it does not happen.
+    """
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -76,6 +76,7 @@ def plain(config: Any, uploads: list[Upload], ctx: Context) -> dict[str, Tensor]
 SPECS = ["", ":ema", ":synthesis_only", ":noise_only", ":no_adaptation", ":no_synthesis"]
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("variant", SPECS)
 def test_equals_the_algorithm_in_plain_torch(variant: str, uploads: list[Upload]) -> None:
     method = create(f"e_fedisca{variant}", {"e_fedisca": SETTINGS})
@@ -87,6 +88,7 @@ def test_equals_the_algorithm_in_plain_torch(variant: str, uploads: list[Upload]
         slow.assert_same_state(replies[0].tensors, plain(other.config, uploads, tiny_context()))
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("threshold", [1e-3, 1e9])
 def test_memory_counts_batches_below_the_threshold(threshold: float, uploads: list[Upload]) -> None:
     method = create("e_fedisca", {"e_fedisca": {**SETTINGS, "threshold": threshold}})
@@ -97,6 +99,7 @@ def test_memory_counts_batches_below_the_threshold(threshold: float, uploads: li
     slow.assert_same_state(reply.tensors, plain(method.config, uploads, tiny_context()))
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_memory_in_which_only_some_qualify(uploads: list[Upload]) -> None:
     method = create("e_fedisca", {"e_fedisca": {**SETTINGS, "steps": 6, "memory": 4}})
     ctx = tiny_context()

@@ -47,6 +47,7 @@ def plain(config, uploads: list[Upload], ctx: Context) -> dict[str, torch.Tensor
     return pupil.network.state_dict()
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("spec", "settings"),
     [
@@ -67,6 +68,7 @@ def test_equals_the_algorithm_in_plain_torch(spec: str, settings: dict, uploads:
         slow.assert_same_state(replies[0].tensors, plain(other.config, uploads, tiny_context()))
 
 
+@pytest.mark.usefixtures("float64")
 def test_ablation_without_synthesis_sees_standard_normal_noise_only(uploads: list[Upload]) -> None:
     method, ctx = create("fedisca:no_synthesis", TINY_METHODS), tiny_context()
     config, clients, pupil = method.config, slow.networks(uploads, ctx), slow.Pupil(method.config, ctx)
@@ -81,6 +83,7 @@ def test_ablation_without_synthesis_sees_standard_normal_noise_only(uploads: lis
     slow.assert_same_state(method.fuse(uploads, tiny_context())[0].tensors, pupil.network.state_dict())
 
 
+@pytest.mark.usefixtures("float64")
 def test_ablation_without_noise_sees_finished_images_only(uploads: list[Upload]) -> None:
     method, ctx = create("fedisca:no_noise", TINY_METHODS), tiny_context()
     config, clients, pupil = method.config, slow.networks(uploads, ctx), slow.Pupil(method.config, ctx)

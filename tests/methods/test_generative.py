@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import slow
 import torch
 from PIL import Image
 
@@ -257,14 +258,13 @@ def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> Non
     assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
 
 
-# Without Co-Boosting's perturbation, which is a sign: rounding could flip it.
-@pytest.mark.parametrize("spec", ["dafl", "dense", "co_boosting:no_perturbation"])
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("spec", ["dafl", "dense", "co_boosting"])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_clients_a_few_at_a_time_give_the_same(spec: str, at_once: int, uploads: list[Upload]) -> None:
     whole = tiny(spec).fuse(uploads, tiny_context())[0].tensors
     parts = tiny(spec, teachers_at_once=at_once).fuse(uploads, tiny_context())[0].tensors
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=5e-4)
+    slow.assert_same_state(parts, whole)
 
 
 @each

@@ -28,12 +28,13 @@ def shots(name: str, count: int = 2, **settings: Any) -> Any:
     return create(name, {name: {**TINY_METHODS[name], "lr": 0.2, "shots": count, **settings}})
 
 
+@pytest.mark.usefixtures("float64")
 @each
 @pytest.mark.parametrize("start", ["fresh", "last"])
 def test_two_shots_equal_the_loop_written_out(name: str, start: str) -> None:
     """One shot; clients retrained from its student; the algorithm in plain torch on what they then have.
 
-    The first shot and the retraining are the product's own, tested elsewhere: rounding would grow too large over both.
+    The first shot and the retraining are the product's own, tested elsewhere.
     """
     clients, method = tiny_clients(2), shots(name, student_start=start, epochs_shot=1)
     found = simulate(method, clients, tiny_context())["client-0"].states[0]

@@ -237,14 +237,14 @@ def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> Non
     assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
 
 
+@pytest.mark.usefixtures("float64")
 @each
 def test_identical_clients_are_one_client(name: str, uploads: list[Upload]) -> None:
     """Averaging a teacher with itself changes nothing."""
     settings = {"clusters": 1} if name == "fedbicross" else {}
     alone = tiny(name, **settings).fuse(uploads[:1], tiny_context())[0]
     twins = tiny(name, **settings).fuse([uploads[0], replace(uploads[0], client="twin")], tiny_context())[0]
-    for key, value in alone.tensors.items():
-        torch.testing.assert_close(twins.tensors[key], value, rtol=1e-3, atol=1e-3)
+    slow.assert_same_state(twins.tensors, alone.tensors)
 
 
 @each
@@ -331,6 +331,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, 
     assert made[0] == made[1] != made[2]
 
 
+@pytest.mark.usefixtures("float64")
 @each
 def test_clients_in_groups_give_the_same_students_up_to_rounding(
     name: str, uploads: list[Upload], monkeypatch: pytest.MonkeyPatch

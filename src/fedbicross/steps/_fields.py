@@ -11,12 +11,12 @@ from torch import Tensor
 
 def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
     """U(low, high) on the generator's device."""
-    return low + (high - low) * torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return low + (high - low) * torch.rand(shape, generator=generator, device=generator.device)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """N(0, 1) on the generator's device."""
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return torch.randn(shape, generator=generator, device=generator.device)
 
 
 def standardise(image: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class Inversion:
         image_shape: tuple[int, int, int],
         settings: InversionSettings,
         generator: torch.Generator,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> Inversion:
         """Draw x(0) ~ N(0,1) of shape [B, *image_shape] and the shifts of all T steps, on the generator's device."""
         if len(labels) != settings.batch:

@@ -142,6 +142,7 @@ def test_a_step_is_recorded_once_under_its_name_and_only_where_it_should_be() ->
     assert float(first(torch.zeros(()))[0]) == 1
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("spec", ["local_only", "fedisca", "e_fedisca", "fedbicross"])
 def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
     """Rounding differs in the last digits (statistics in one pass), and training repeats it a few times."""
@@ -151,7 +152,7 @@ def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
         predictors = simulate(create(spec, {spec: TINY_METHODS.get(spec, {})}), tiny_clients(3), ctx)
         ends.append([value for p in predictors.values() for state in p.states for _, value in sorted(state.items())])
     for ours, theirs in zip(*ends, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_passes_that_are_not_compiled_equal_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ def loss_on(labels):
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.05)])
 @pytest.mark.parametrize(("tensor_rate", "fast"), [(False, False), (True, False), (True, True)])
 def test_gradient_and_update_equal_torch_sgd(momentum, weight_decay, tensor_rate, fast):
@@ -38,9 +39,8 @@ def test_gradient_and_update_equal_torch_sgd(momentum, weight_decay, tensor_rate
         optimiser.step()
         assert not loss.requires_grad
         torch.testing.assert_close(loss, expected.detach())
-    tolerance = {"rtol": 1e-6, "atol": 1e-7} if tensor_rate else {}  # a rate in float32
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(student.state()[name], value, **tolerance)
+        torch.testing.assert_close(student.state()[name], value)
     assert int(student.state()["bn1.num_batches_tracked"]) == 5
 
 
@@ -74,8 +74,9 @@ def test_untracked_batches_leave_the_running_statistics_alone():
         assert torch.equal(left, right), "the same gradient, by the statistics of the batch, either way"
 
 
+@pytest.mark.usefixtures("float64")
 def test_eval_logits_are_those_of_the_finished_network():
-    student, x = Student(network().float()), noise(6, 3, 5, 5).float()
+    student, x = Student(network()), noise(6, 3, 5, 5)
     student.gradient(x, loss_on(LABELS))
     finished = Tiny().eval()
     finished.load_state_dict(student.state())

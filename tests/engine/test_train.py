@@ -40,6 +40,7 @@ def test_learns_and_repeats() -> None:
     assert (first.train_images, first.val_images) == (22, 2)
 
 
+@pytest.mark.usefixtures("float64")
 def test_equals_a_plain_torch_loop() -> None:
     """The slow obvious version: one batch, no validation, no augmentation, two epochs."""
     client = tiny_clients(1)[0]
@@ -55,7 +56,7 @@ def test_equals_a_plain_torch_loop() -> None:
         torch.nn.functional.cross_entropy(model(x), torch.from_numpy(client.labels)).backward()
         optimiser.step()
     for name, value in model.state_dict().items():
-        assert torch.allclose(fast.state[name].float(), value.float(), atol=1e-4), name
+        torch.testing.assert_close(fast.state[name], value, msg=name)
 
 
 def test_killed_between_epochs_resumes_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

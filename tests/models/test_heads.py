@@ -28,6 +28,7 @@ def slow_pool(tokens: list[list[float]], query: list[float], wk: torch.Tensor, w
     return [sum(a * value[j] for a, value in zip(attention, values, strict=True)) for j in range(dim)]
 
 
+@pytest.mark.usefixtures("float64")
 def test_attention_pooling_against_loops() -> None:
     rng = torch.Generator().manual_seed(0)
     tokens, query = torch.randn(4, 5, 6, generator=rng), torch.randn(6, generator=rng)
@@ -35,9 +36,10 @@ def test_attention_pooling_against_loops() -> None:
     pooled = heads.attention_pool(tokens, query, wk, wv)
     for row, sequence in zip(pooled, tokens, strict=True):
         expected = torch.tensor(slow_pool(sequence.tolist(), query.tolist(), wk, wv))
-        torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(row, expected)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["attention", "attention_residual"])
 @pytest.mark.parametrize("hidden", [0, 7])
 def test_attention_head_is_pooling_then_the_classification_head(name: str, hidden: int) -> None:
@@ -52,9 +54,10 @@ def test_attention_head_is_pooling_then_the_classification_head(name: str, hidde
             inner = torch.relu(state["expand.weight"] @ summary + state["expand.bias"])
             summary = state["contract.weight"] @ inner + state["contract.bias"]
         expected = state["head.weight"] @ summary + state["head.bias"]
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, expected)
 
 
+@pytest.mark.usefixtures("float64")
 def test_attention_does_not_care_for_the_order_of_tokens_and_linear_takes_the_first() -> None:
     tokens = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
     attention, linear = filled("attention"), filled("linear")

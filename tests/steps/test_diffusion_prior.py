@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from fedbicross import models
@@ -22,13 +23,15 @@ def client(classes: int = 3) -> Ensemble:
     return Ensemble([model])
 
 
+@pytest.mark.usefixtures("float64")
 def test_ddim_keeps_the_noise_and_ends_at_the_guess() -> None:
     clean, noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     now = 0.3**0.5 * clean + 0.7**0.5 * noise
-    assert torch.allclose(ddim_step(now, clean, 0.3, 0.8), 0.8**0.5 * clean + 0.2**0.5 * noise, atol=1e-6)
-    assert torch.allclose(ddim_step(now, clean, 0.3, 1.0), clean, atol=1e-6)
+    assert torch.allclose(ddim_step(now, clean, 0.3, 0.8), 0.8**0.5 * clean + 0.2**0.5 * noise)
+    assert torch.allclose(ddim_step(now, clean, 0.3, 1.0), clean)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_guess_of_the_gaussian_prior_is_the_posterior_mean() -> None:
     prior = GaussianPrior(10, 6)
     # The covariance of a field with this spectrum, written out: F* diag(P) F for one channel of 36 pixels.
@@ -40,15 +43,16 @@ def test_the_guess_of_the_gaussian_prior_is_the_posterior_mean() -> None:
     level = prior.level(4)
     inverse = torch.linalg.inv(level * covariance + (1 - level) * torch.eye(36, dtype=torch.float64))
     expected = level**0.5 * covariance @ inverse @ x[0, 1].double().view(36)
-    assert torch.allclose(prior.clean(x, 4, [""])[0, 1].double().view(36), expected, atol=1e-5)
+    assert torch.allclose(prior.clean(x, 4, [""])[0, 1].double().view(36), expected)
 
 
 def test_unguided_samples_have_the_spectrum_of_the_prior() -> None:
-    prior = GaussianPrior(60, 8)
+    prior = GaussianPrior(240, 8)
     latents = prior.noise(800, torch.Generator().manual_seed(0))
     for step in range(prior.steps):
         latents = prior.advance(latents, prior.clean(latents, step, []), step)
     power = torch.fft.rfft2(latents, norm="ortho").abs().square().mean((0, 1))
+    # Of 2,400 fields: a standard deviation of 3 %. The steps leave 2 % too little.
     assert torch.allclose(power, prior.power, rtol=0.15)
 
 
@@ -81,6 +85,7 @@ def test_the_batch_norm_term_brings_statistics_closer() -> None:
     assert distance(0.1, 10) < distance(0.0, 0)
 
 
+@pytest.mark.usefixtures("float64")
 def test_one_step_of_guidance_against_its_formula() -> None:
     network, labels = client(), torch.tensor([1, 2])
     prior = GaussianPrior(1, 12)
@@ -92,7 +97,7 @@ def test_one_step_of_guidance_against_its_formula() -> None:
     expected = torch.tanh((prior.advance(start, guess, 0) - 0.7 * start.grad).detach())
     rng = torch.Generator().manual_seed(3)
     found = guided_images(prior, network, labels, ["", ""], (3, 12, 12), Guidance(0.7, 0.1, 0), rng)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(found, expected)
 
 
 def test_grey_tasks_and_other_sizes() -> None:

@@ -94,6 +94,7 @@ def test_adam_equals_torch(dtype):
         optimizer.step()
         x, first, second = inversion.adam_step(x, gradient, first, second, torch.tensor(t), 5e-2)
         assert x.dtype == dtype
+        # Thirty roundings of numbers below 4: each half of 2e-7 in float32, of 4e-16 in float64.
         torch.testing.assert_close(x, reference.detach(), rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
 
 

@@ -17,6 +17,7 @@ def state(name, seed=0):
     return network.state_dict()
 
 
+@pytest.mark.usefixtures("float64")
 def test_networks_of_any_architecture_keep_their_order():
     names = ["resnet8", "vgg8", "resnet8"]
     states = [state(name, seed) for seed, name in enumerate(names)]
@@ -27,7 +28,7 @@ def test_networks_of_any_architecture_keep_their_order():
     for row, name, weights in zip(logits, names, states, strict=True):
         network = models.build(name, *SHAPE)
         network.load_state_dict(weights)
-        torch.testing.assert_close(row, network.eval()(x).detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(row, network.eval()(x).detach())
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,7 @@ def test_batch_normalisation_is_required_of_every_client():
     teachers.need_batchnorm(ensemble.subset([0]), ["a"], "fedisca")
 
 
+@pytest.mark.usefixtures("float64")
 def test_groups_of_clients_give_the_same_numbers_and_gradients():
     networks = [models.build(name, 3, 4, 12) for name in ("resnet8", "wrn16_2", "resnet8", "vgg8", "resnet8")]
     for seed, network in enumerate(networks):
@@ -98,4 +100,4 @@ def test_groups_of_clients_give_the_same_numbers_and_gradients():
     for grouped.at_once in (1, 2, 3):
         assert len(grouped.groups()) > 1
         for found, value in zip(everything(grouped), expected, strict=True):
-            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, value)

@@ -10,6 +10,8 @@ from torch import nn
 
 from fedbicross.steps.guidance import best_mixture, ensemble_distribution, guided_loss, teach
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 
 def slow_softmax(values: list[float], temperature: float) -> list[float]:
     powers = [math.exp(value / temperature) for value in values]
@@ -48,7 +50,7 @@ def test_equations_11_to_13(alpha: float) -> None:
         hard, soft = slow_softmax(logits[row].tolist(), 1.0), slow_softmax(logits[row].tolist(), temperature)
         divergence = sum(float(t) * math.log(float(t) / s) for t, s in zip(teacher[row], soft, strict=True))
         expected += (1 - alpha) * -math.log(hard[labels[row]]) + alpha * temperature**2 * divergence
-    assert math.isclose(float(guided_loss(logits, labels, teacher, alpha, temperature)), expected / 4, rel_tol=1e-5)
+    assert math.isclose(float(guided_loss(logits, labels, teacher, alpha, temperature)), expected / 4)
 
 
 def test_teachers_answer_in_pieces_without_gradients() -> None:

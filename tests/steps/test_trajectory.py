@@ -13,6 +13,8 @@ from fedbicross.steps.trajectory import Teacher, Trajectory
 
 from .tiny import Tiny, randomised
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 SETTINGS = InversionSettings(steps=5, batch=8, jitter=1)
 
 

@@ -112,7 +112,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("", {"steps_distil": 3, "pool": 1, "reset": False, "learn_latent": False, "schedule": "constant"}),
     ("", {"alpha_bn": 0.5}),
     (":authors_code", {}),
-    (":gradient", {"lr_weights": 0.05}),
+    (":gradient", {"lr_weights": 5.0}),  # so that weights move by more than is rounded off
     (":no_hard", {}),
     (":no_adversarial", {}),
     (":no_perturbation", {}),

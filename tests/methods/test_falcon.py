@@ -268,15 +268,21 @@ def plain_server(falcon: Falcon, uploads: list[Upload], ctx: Context) -> dict[st
 
 
 @pytest.mark.parametrize("spec", ["falcon", "falcon:no_kd", "falcon:released"])
-def test_the_server_equals_section_2_6_in_plain_torch(spec: str) -> None:
+def test_the_server_equals_section_2_6_in_plain_torch(
+    spec: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctx = tiny_context()
     falcon = method(spec, send="sequences", batch_global=16)
     uploads = [falcon.upload(client, ctx) for client in tiny_clients(2)]
+    request.getfixturevalue("float64")  # from here on; encoders are float32
+    monkeypatch.setattr(Falcon, "check_upload", lambda self, upload: None)  # so are uploads
+    wide = [{k: v.double() if v.is_floating_point() else v for k, v in u.tensors.items()} for u in uploads]
+    uploads = [replace(upload, tensors=tensors) for upload, tensors in zip(uploads, wide, strict=True)]
     replies = falcon.fuse(uploads, tiny_context())
     assert len(replies) == 2 and replies[0] is replies[1], "one classifier for everyone"
     expected = plain_server(falcon, uploads, tiny_context())
     for name, value in expected.items():
-        torch.testing.assert_close(replies[0].tensors[name], value, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(replies[0].tensors[name], value)
     other = method(spec, send="sequences", batch_global=16, epochs_global=4)
     longer = plain_server(other, uploads, tiny_context())
     assert not torch.allclose(longer["head.weight"], expected["head.weight"], atol=1e-3)

@@ -140,9 +140,9 @@ def test_a_simulation_can_be_given_workers(ray: Any) -> None:
 
 # --- a cluster of its own, from the command line ---------------------------------------------------------------
 
-KILLED = """
+KILLED = f"""
 import torch
-torch.set_num_threads(1)
+torch.set_num_threads({torch.get_num_threads()})
 from fedbicross import context
 from fedbicross.cli import main
 calls = 0

@@ -20,6 +20,8 @@ from fedbicross.steps.diffusion_prior import (
 def client(classes: int = 3) -> Ensemble:
     model = models.build("resnet8", 3, classes, 12)
     models.initialise(model, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.head.weight.mul_(20)  # untrained, it would hardly tell one image from another
     return Ensemble([model])
 
 
@@ -69,7 +71,7 @@ def test_guidance_makes_images_that_the_client_takes_for_the_class() -> None:
 
     losses = [loss(scale) for scale in (0.0, 1.0, 5.0)]
     assert losses[0] > losses[1] > losses[2]
-    assert losses[2] < losses[0] - 0.03
+    assert losses[2] < losses[0] - 0.1
 
 
 def test_the_batch_norm_term_brings_statistics_closer() -> None:

@@ -35,9 +35,10 @@ CLUSTERS = pytest.mark.parametrize("fused", ["fedbicross:k2"], indirect=True)
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A cluster of two cores, to which everything in this process connects."""
+    """A cluster with room for two workers, to which everything in this process connects."""
     found = pytest.importorskip("ray")
-    found.init(address="local", num_cpus=2, object_store_memory=spread.STORE, **spread.QUIET)
+    cores = 2 * torch.get_num_threads()
+    found.init(address="local", num_cpus=cores, object_store_memory=spread.STORE, **spread.QUIET)
     yield found
     found.shutdown()
 
@@ -140,9 +141,7 @@ def test_a_simulation_can_be_given_workers(ray: Any) -> None:
 
 # --- a cluster of its own, from the command line ---------------------------------------------------------------
 
-KILLED = f"""
-import torch
-torch.set_num_threads({torch.get_num_threads()})
+KILLED = """
 from fedbicross import context
 from fedbicross.cli import main
 calls = 0
@@ -194,7 +193,8 @@ def test_a_killed_server_leaves_nothing_and_goes_on(fused: Any, tmp_path: Path) 
     (tmp_path / "uploads").mkdir()
     for name, data in uploads.items():
         (tmp_path / "uploads" / f"{name}.safetensors").write_bytes(data)
-    words = ["server", "fuse", "uploads", "--key", "server.key", "--threads", "1", "--engine", "ray", "--workers", "2"]
+    words = ["server", "fuse", "uploads", "--key", "server.key", "--engine", "ray", "--workers", "2"]
+    words += ["--threads", str(torch.get_num_threads())]
     options: dict[str, Any] = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
     first = subprocess.Popen([sys.executable, "-c", KILLED, *words], **options)
     assert first.stdout is not None and first.stdout.readline() == "stage\n"
@@ -275,8 +275,8 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
 @pytest.mark.slow
 def test_workers_that_cannot_be_had(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with spread.Workers() as workers:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-        with pytest.raises(ConfigError, match=r"no machine of the Ray cluster has 3 free cores") as caught:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+        with pytest.raises(ConfigError, match=r"no machine of the Ray cluster has 99 free cores") as caught:
             workers.begin(2)
         assert caught.value.code == "no_workers"
         monkeypatch.setattr(torch, "get_num_threads", lambda: -1.5)

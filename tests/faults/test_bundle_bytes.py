@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -65,6 +66,17 @@ def no_tensor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_spy_would_notice() -> None:
     with pytest.raises(LoaderCalled):
         receive(toy())
+
+
+@contextlib.contextmanager
+def at_most(memory: int) -> Iterator[None]:
+    """Tracing ends whatever happens: left on, it slows down every test that follows."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < memory
+    finally:
+        tracemalloc.stop()
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -190,11 +202,8 @@ LENGTHS = [0, 1, 7, "size-8", "size", "size+1", 10**8, 10**8 + 1, 2**31, 2**32, 
 def test_declared_header_length(length: int | str) -> None:
     data = toy()
     number = int(eval_length(length, len(data)))
-    tracemalloc.start()
-    refusal(lambda: receive(struct.pack("<Q", number) + data[8:]))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 16 << 20
+    with at_most(16 << 20):
+        refusal(lambda: receive(struct.pack("<Q", number) + data[8:]))
 
 
 def eval_length(length: int | str, size: int) -> int:
@@ -286,11 +295,8 @@ BAD_JSON: dict[str, tuple[str | bytes, str]] = {
 def test_header_json(case: str) -> None:
     header, code = BAD_JSON[case]
     raw = header if isinstance(header, bytes) else header.encode("utf-8")
-    tracemalloc.start()
-    assert refusal(lambda: inspect(by_hand(raw, b"\0" if W in str(header) else b""))) == code
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 64 << 20
+    with at_most(64 << 20):
+        assert refusal(lambda: inspect(by_hand(raw, b"\0" if W in str(header) else b""))) == code
 
 
 def test_too_many_tensors() -> None:
@@ -546,11 +552,8 @@ def test_size_limit_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "terabyte.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    tracemalloc.start()
-    assert refusal(lambda: read_file(path)) == "too_large"
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
+    with at_most(1 << 20):
+        assert refusal(lambda: read_file(path)) == "too_large"
     small = tmp_path / "small.safetensors"
     small.write_bytes(toy())
     assert refusal(lambda: read_file(small, Limits(max_bytes=len(toy()) - 1))) == "too_large"
@@ -567,11 +570,8 @@ def test_a_hole_within_the_limit(written: int, tmp_path: Path) -> None:
     with path.open("rb") as file:
         if os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= 1 << 30:
             pytest.skip("this file system has no holes")
-    tracemalloc.start()
-    assert refusal(lambda: read_file(path)) == "sparse"
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
+    with at_most(1 << 20):
+        assert refusal(lambda: read_file(path)) == "sparse"
 
 
 @pytest.mark.timeout(20)

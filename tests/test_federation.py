@@ -125,16 +125,15 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS])
-@pytest.mark.parametrize("kind", ["one client", "one image", "one class", "strange names"])
+@pytest.mark.parametrize("kind", ["one client", "one image, one class and strange names"])
 def test_odd_federations_give_finite_answers(name: str, kind: str) -> None:
     clients = tiny_clients(1 if kind == "one client" else 3)
-    if kind == "one image":
-        clients[1] = Client("client-1", clients[1].images[:1], clients[1].labels[:1])
-    if kind == "one class":
-        clients[1] = Client("client-1", clients[1].images, np.zeros_like(clients[1].labels))
-    if kind == "strange names":
+    if kind != "one client":
+        first, second, third = clients
         clients = [
-            Client(n, c.images, c.labels) for n, c in zip(["a b", "<script>", "x" * 10_000], clients, strict=True)
+            Client("a b", first.images, first.labels),
+            Client("<script>", second.images[:1], second.labels[:1]),
+            Client("x" * 10_000, third.images, np.zeros_like(third.labels)),
         ]
     ctx: Context = tiny_context()
     for probabilities in rows(simulate(create(name, TINY_METHODS), clients, ctx), clients[0].images).values():

@@ -66,12 +66,12 @@ def answers(method: Any, uploads: list[Upload]) -> list[Reply]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2])  # three: where classes are missing
 def test_few_clients(name: str, count: int) -> None:
     answers(create(name, SHORT), [carried(upload) for upload in networks(count)])
 
 
-@pytest.mark.parametrize("name", ["fedavg", "ensemble", "fedbicross"])
+@pytest.mark.parametrize("name", ["fedavg", "ensemble"])  # fedbicross: tests/methods/test_every_method.py
 def test_a_hundred_clients(name: str) -> None:
     answers(create(name, SHORT), networks(100))
 
@@ -99,9 +99,9 @@ def test_all_networks_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_two_the_same_among_ten(name: str) -> None:
-    uploads = networks(10)
-    uploads[7] = replace(uploads[2], client=uploads[7].client)
+def test_two_the_same_among_five(name: str) -> None:
+    uploads = networks(5)
+    uploads[3] = replace(uploads[1], client=uploads[3].client)
     answers(create(name, SHORT), uploads)
 
 
@@ -112,7 +112,8 @@ def test_two_the_same_among_ten(name: str) -> None:
 def test_classes_that_nobody_has_or_only_one(name: str) -> None:
     counts = [[6, 0, 0], [5, 1, 0], [1, 0, 0]]  # nobody has the third; only one has the second; one has one image
     uploads = [
-        replace(upload, class_counts=c, num_samples=sum(c)) for upload, c in zip(networks(3), counts, strict=True)
+        carried(replace(upload, class_counts=c, num_samples=sum(c)))
+        for upload, c in zip(networks(3), counts, strict=True)
     ]
     variant = next((v for v in METHODS[name].variants if v == "class_weighted"), None)
     for spec in [name] + ([f"{name}:{variant}"] if variant else []):
@@ -123,10 +124,10 @@ def test_classes_that_nobody_has_or_only_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "ensemble", "majority"])
-def test_twenty_orders_of_the_clients(name: str) -> None:
+def test_six_orders_of_the_clients(name: str) -> None:
     clients, rng, ctx = tiny_clients(4, per_client=12), random.Random(25), tiny_context(epochs=1)
     first = {n: p.pack() for n, p in simulate(create(name), clients, ctx).items()}
-    for number in range(20):
+    for number in range(6):
         ctx.scope = f"seed-0/{number}"  # trained networks are shared by content, so that only the rest is done anew
         again = simulate(create(name), rng.sample(clients, len(clients)), ctx)
         assert {n: p.pack() for n, p in again.items()} == first
@@ -152,13 +153,12 @@ def test_strange_names_travel_unchanged_and_make_no_strange_files() -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_seven_of_ten(name: str) -> None:
-    """A fusion of seven knows nothing of the other three: the same replies as in a federation of seven."""
-    ten = networks(10)
-    seven = [upload for index, upload in enumerate(ten) if index not in (1, 4, 8)]
+def test_four_of_six(name: str) -> None:
+    """A fusion of four knows nothing of the other two: the same replies as in a federation of four."""
+    four = [upload for index, upload in enumerate(networks(6)) if index not in (1, 4)]
     method = create(name, SHORT)
-    replies = [reply.pack() for reply in answers(method, seven)]
-    assert replies == [reply.pack() for reply in method.fuse([carried(upload) for upload in seven], tiny_context())]
+    replies = [reply.pack() for reply in answers(method, four)]
+    assert replies == [reply.pack() for reply in method.fuse([carried(upload) for upload in four], tiny_context())]
 
 
 def test_an_empty_client_is_named() -> None:

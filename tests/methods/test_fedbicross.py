@@ -138,8 +138,7 @@ def plain(
     ("spec", "settings"),
     [
         ("fedbicross", {"unit_hypergradient": False, "lr_weights": 0.02}),
-        ("fedbicross", {"lr_weights": 0.03, "schedule": "step"}),
-        ("fedbicross", {"clusters": 3, "lr_weights": 0.03}),
+        ("fedbicross", {"clusters": 3, "lr_weights": 0.03, "schedule": "step"}),
         ("fedbicross:ema", {"unit_hypergradient": False, "lr_weights": 0.02}),
         ("fedbicross:uniform", {"validation_share": 0.0}),
     ],
@@ -160,9 +159,10 @@ def test_cluster_models_and_weights_equal_double_backward(
     torch.testing.assert_close(shown, weights, rtol=0, atol=1e-4)  # shown with four digits
     assert (weights != 1 / len(weights)).any() == (spec != "fedbicross:uniform"), "learned weights move"
     assert torch.allclose(shown.sum(1), torch.ones(len(shown)), atol=1e-3) and (shown >= 0).all()
-    other, _ = plain(bench(spec, lr=0.02, **settings, momentum=0.8).config, uploads, labels, tiny_context())
-    with pytest.raises(AssertionError):  # the comparison is fine enough to notice a slightly different optimiser
-        slow.assert_same_state(replies[0].tensors, other[0])
+    if spec == "fedbicross:uniform":  # the quickest
+        other, _ = plain(bench(spec, lr=0.02, **settings, momentum=0.8).config, uploads, labels, tiny_context())
+        with pytest.raises(AssertionError):  # the comparison is fine enough to notice a slightly different optimiser
+            slow.assert_same_state(replies[0].tensors, other[0])
 
 
 def test_the_two_camps_are_found_and_share_their_reply(uploads: list[Upload]) -> None:
@@ -261,7 +261,7 @@ def test_few_clients_lower_k_with_a_warning(
     clients: int, clusters: int, said: str | None, uploads: list[Upload]
 ) -> None:
     ctx = tiny_context()
-    replies = bench(clusters=clusters).fuse(uploads[:clients], ctx)
+    replies = bench(clusters=clusters, trajectories=1).fuse(uploads[:clients], ctx)
     assert replies[0].info["clusters"] == min(clients, clusters)
     assert (
         any(said in warning for warning in ctx.record.warnings)
@@ -274,19 +274,19 @@ def test_few_clients_lower_k_with_a_warning(
 def test_identical_clients_share_one_cluster(clustering: str, uploads: list[Upload]) -> None:
     ctx = tiny_context()
     twins = [replace(uploads[0], client=f"twin-{i}") for i in range(3)]
-    replies = bench(clusters=3, clustering=clustering).fuse(twins, ctx)
+    replies = bench(clusters=3, clustering=clustering, trajectories=1).fuse(twins, ctx)
     assert [reply.info["clusters"] for reply in replies] == [1, 1, 1]
     assert "K=3 lowered to 1: only 1 of 3 clients can be told apart" in ctx.record.warnings
 
 
-@pytest.mark.parametrize("clustering", ["parameters", "hierarchical"])
-def test_parameters_of_different_architectures_cannot_be_clustered(clustering: str, uploads: list[Upload]) -> None:
+def test_parameters_of_different_architectures_cannot_be_clustered(uploads: list[Upload]) -> None:
     other = tiny_context(model="vgg8")
     mixed = [uploads[0], create("fedbicross").upload(two_camps()[1], other)]
-    with pytest.raises(MethodError) as caught:
-        bench(clustering=clustering).fuse(mixed, tiny_context())
-    assert caught.value.code == "architectures_differ"
-    replies = bench().fuse(mixed, tiny_context())
+    for clustering in ("parameters", "hierarchical"):
+        with pytest.raises(MethodError) as caught:
+            bench(clustering=clustering).fuse(mixed, tiny_context())
+        assert caught.value.code == "architectures_differ"
+    replies = bench(trajectories=1).fuse(mixed, tiny_context())
     assert [reply.info["architecture"] for reply in replies] == ["resnet8", "resnet8"]
 
 

@@ -198,7 +198,7 @@ def test_arrays_from_python_and_a_client_without_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clients", [1, 100])
 def test_one_and_a_hundred_clients(clients: int) -> None:
-    data = {**TINY["data"], "train_size": 300, "image_size": 8}
+    data = {**TINY["data"], "train_size": 200, "test_size": 20, "image_size": 8}
     config = tiny(clients=clients, data=data, methods=["ensemble:class_weighted", "fedavg"], baselines=["local_only"])
     for row in runner.run(config)["rows"]:
         assert all(value is not None and np.isfinite(value) for value in row["accuracy"].values())

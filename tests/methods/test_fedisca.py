@@ -29,6 +29,7 @@ def plain(config, uploads: list[Upload], ctx: Context) -> dict[str, torch.Tensor
     """Algorithm 1 with loops."""
     clients = slow.networks(uploads, ctx)
     pupil, total = slow.Pupil(config, ctx), config.epochs * config.steps
+    kept: list[tuple[torch.Tensor, float]] = []  # of the memory, which is large enough for all
     for epoch in range(config.epochs):
         images, _ = slow.synthesise(clients, config, ctx, 0, epoch)
         adapted = (
@@ -40,10 +41,18 @@ def plain(config, uploads: list[Upload], ctx: Context) -> dict[str, torch.Tensor
             noise = 1 - t / config.steps if config.noise_level == "paper" else 1 - (t - 1) / config.steps
             if config.adaptation == "none":
                 noise = 0.0
-            answer = pupil.network(x)
-            loss = noise * slow.divergence(slow.mean_logits(adapted, x), answer, config.temperature)
-            loss = loss + (1 - noise) * slow.divergence(slow.mean_logits(clients, x), answer, config.temperature)
-            pupil.step(loss, slow.rate(config, epoch * config.steps + t - 1, total))
+            rng = ctx.rng("memory", f"sample-{epoch * config.steps + t - 1}")
+            again = [kept[int(rng.integers(len(kept)))] for _ in range(config.replays)] if kept else []
+            for number, (seen, level) in enumerate([(x, noise), *again]):
+                statistics = {name: value.clone() for name, value in pupil.network.named_buffers()}
+                answer = pupil.network(seen)
+                loss = level * slow.divergence(slow.mean_logits(adapted, seen), answer, config.temperature)
+                loss = loss + (1 - level) * slow.divergence(slow.mean_logits(clients, seen), answer, config.temperature)
+                pupil.step(loss, slow.rate(config, epoch * config.steps + t - 1, total))
+                if number:  # what is learnt again moves no running statistics
+                    pupil.network.load_state_dict(statistics, strict=False)
+            if config.memory:
+                kept.append((x, noise))
     return pupil.network.state_dict()
 
 
@@ -52,6 +61,7 @@ def plain(config, uploads: list[Upload], ctx: Context) -> dict[str, torch.Tensor
     ("spec", "settings"),
     [
         ("fedisca", {"epochs": 1}),
+        ("fedisca", {"memory": 10, "replays": 2}),
         ("fedisca", {"bn_reduction": "sum", "noise_level": "released", "temperature": 10.0}),
         ("fedisca:ema", {"epochs": 1, "momentum_adaptation": 0.5}),
         ("fedisca:no_adaptation", {"ce": "mean_ce", "schedule": "cosine"}),

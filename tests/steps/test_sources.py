@@ -116,16 +116,18 @@ def numbered(t):
     return Sample(t, value, value, value, 1 / t, None)
 
 
-def memory(capacity, seed=0):
-    return SampleMemory(capacity, lambda seen: np.random.default_rng((seed, seen)))
+def memory(capacity, seed=0, draws=2):
+    return SampleMemory(capacity, draws, lambda seen: np.random.default_rng((seed, seen)))
 
 
 def test_memory_hands_out_earlier_samples_only_and_keeps_at_most_so_many():
     kept_samples = memory(3)
-    assert kept_samples.exchange(numbered(1)) is None
+    assert kept_samples.exchange(numbered(1)) == []
     for t in range(2, 40):
-        assert kept_samples.exchange(numbered(t)).t < t
+        earlier = kept_samples.exchange(numbered(t))
+        assert len(earlier) == 2 and all(sample.t < t for sample in earlier)
         assert len(kept_samples.kept) == min(t, 3)
+    assert memory(0).exchange(numbered(1)) == []
 
 
 def test_every_sample_is_as_likely_to_be_kept_as_any_other():
@@ -148,6 +150,4 @@ def test_stopped_memory_goes_on(stop):
     second = memory(4)
     second.load(kept(first))
     found += [second.exchange(numbered(t)) for t in range(stop + 1, 20)]
-    assert [None if s is None else (s.t, s.lam) for s in found] == [
-        None if s is None else (s.t, s.lam) for s in expected
-    ]
+    assert [[(s.t, s.lam) for s in drawn] for drawn in found] == [[(s.t, s.lam) for s in drawn] for drawn in expected]

@@ -111,20 +111,20 @@ class SynthesisConfig(MethodConfig):
             ensemble, self.temperature, self.teacher, weights, self.adaptation, self.momentum_adaptation
         )
 
-    def learn(self, student: Student, sample: Sample, lr: float) -> Tensor:
-        """One SGD step on one batch: Eq. 3 of FedISCA, Eq. 5 of FedBiCross."""
+    def learn(self, student: Student, sample: Sample, lr: float, track: bool = True) -> Tensor:
+        """One SGD step on one batch: Eq. 3 of FedISCA, Eq. 5 of FedBiCross. ``track``: it moves running statistics."""
         fast = engine.fast
 
         def step(*tensors: Tensor) -> list[Tensor]:
             images, original, adapted, lam, rate = tensors
             given = sample._replace(images=images, original=original, adapted=adapted, lam=lam)
-            loss, gradients = student.gradient(images, partial(self.loss, sample=given))
+            loss, gradients = student.gradient(images, partial(self.loss, sample=given), track)
             student.update(gradients, rate, self.momentum, self.weight_decay)
             return [loss]
 
         numbers = [fast.scalar(sample.lam, student.device), fast.scalar(lr, student.device)]
         inputs = (sample.images, sample.original, sample.adapted, *numbers)
-        return fast.recorded(student.captured, "learn", step, student.in_place, student.fast)(*inputs)[0]
+        return fast.recorded(student.captured, f"learn {track}", step, student.in_place, student.fast)(*inputs)[0]
 
     def loss(self, logits: Tensor, sample: Sample) -> Tensor:
         """λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""

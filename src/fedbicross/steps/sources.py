@@ -80,15 +80,17 @@ class SampleMemory:
     rounding of the last few steps.
     """
 
-    def __init__(self, capacity: int, rng_of: Callable[[int], np.random.Generator]) -> None:
-        self.capacity, self.rng_of = capacity, rng_of  # a random stream for each sample that comes
+    def __init__(self, capacity: int, draws: int, rng_of: Callable[[int], np.random.Generator]) -> None:
+        self.capacity, self.draws, self.rng_of = capacity, draws, rng_of  # a random stream for each sample that comes
         self.kept: list[Sample] = []
         self.seen = 0
 
-    def exchange(self, sample: Sample) -> Sample | None:
-        """An earlier sample to learn from again, if there is one; the new one may then be kept."""
+    def exchange(self, sample: Sample) -> list[Sample]:
+        """Earlier samples to learn from again, if there are any; the new one may then be kept."""
+        if not self.capacity:
+            return []
         rng = self.rng_of(self.seen)
-        earlier = self.kept[int(rng.integers(len(self.kept)))] if self.kept else None
+        earlier = [self.kept[int(rng.integers(len(self.kept)))] for _ in range(self.draws if self.kept else 0)]
         if len(self.kept) < self.capacity:
             self.kept.append(sample._replace(loss=None))
         elif (place := int(rng.integers(self.seen + 1))) < self.capacity:

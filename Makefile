@@ -1,4 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Both set everything up on a fresh machine.
+# `make check` is the short form of `make test` while you work.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,7 +8,7 @@ STAMP  := $(VENV)/.ready
 # Threads that wait do so asleep, so that other programs on the same cores are not slowed down.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test lint format bench docs clean
+.PHONY: setup demo test check lint format bench docs clean
 
 setup: $(STAMP)
 
@@ -24,8 +25,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two workers, each with one thread. A file is never split: its fixtures serve all of it.
+WORKERS ?= 2
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+check: lint
+	$(PYTEST) -m 'not slow'
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

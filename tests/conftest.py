@@ -15,6 +15,27 @@ import torch  # noqa: E402
 torch.set_num_threads(int(os.environ.get("FEDBICROSS_TEST_THREADS", "1")))
 
 
+# Two workers (`make test`) take one file after the other. Long ones first, so that no worker is left with one at the
+# end; the one that kills at measured moments beside one that keeps a core evenly busy.
+FIRST = (
+    "faults/test_kill_and_resume.py",
+    "methods/test_every_method.py",
+    "faults/test_determinism.py",
+    "methods/test_synthesis.py",
+    "transport/test_flower_deployment.py",
+    "methods/test_fedbicross.py",
+    "engine/test_spread.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        return FIRST.index(file) if file in FIRST else len(FIRST)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real images, or a skip."""

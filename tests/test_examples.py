@@ -23,6 +23,7 @@ def test_every_example_is_run() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == set(ARGUMENTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = EXAMPLES / f"{name}.py"

@@ -26,6 +26,7 @@ epochs = 1
 """
 
 
+@pytest.mark.slow
 def test_every_seed_is_run_every_way_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

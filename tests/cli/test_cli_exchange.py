@@ -544,6 +544,7 @@ def test_a_reply_for_somebody_else_makes_no_model(finished: Path, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_onnx_gives_the_same_answers(finished: Path, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -569,6 +570,7 @@ def test_onnx_without_its_packages_is_one_line(finished: Path, tmp_path: Path, m
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 def test_a_site_in_a_process_of_its_own(hospitals: Path, uploaded: Path) -> None:
     shutil.rmtree(hospitals / "east" / "fedbicross-work")
     outcome = console(

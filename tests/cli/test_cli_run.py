@@ -29,6 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny"
 
 
+@pytest.mark.slow
 def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
     outcome = console("run", config_file(tmp_path), cwd=tmp_path)
     assert outcome.code == 0, outcome.err
@@ -134,6 +135,7 @@ def test_an_odd_name_is_printed_as_it_is(tmp_path: Path) -> None:
     assert outcome.out.splitlines()[0].startswith(f"{out.name}: accuracy")
 
 
+@pytest.mark.slow
 def test_ascii_only_output_is_no_crash(tmp_path: Path) -> None:
     outcome = console(
         *("run", config_file(tmp_path), "--methods", "majority", "--seed", "0", "--seed", "1"),
@@ -182,6 +184,7 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SETTINGS", settings)
 
 
+@pytest.mark.slow
 def test_demo_writes_a_report_and_replaces_an_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedbicross.cli.app import app
 
@@ -210,6 +213,7 @@ def test_demo_spares_a_folder_that_is_no_run(tmp_path: Path, monkeypatch: pytest
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_demo_starts_in_a_process_of_its_own(tmp_path: Path) -> None:
     code = (
         "from fedbicross.cli import demo, main\n"

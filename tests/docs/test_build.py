@@ -37,6 +37,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
+@pytest.mark.slow
 def test_generated_blocks_are_fresh() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "docs.build", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -117,6 +118,7 @@ def commands() -> list[tuple[str, str]]:
     return [(marker, line) for marker, block in blocks for line in block.strip().splitlines()]
 
 
+@pytest.mark.slow
 def test_getting_started_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

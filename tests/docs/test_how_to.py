@@ -42,6 +42,7 @@ def follow(line: str, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert not end.value.code, f"{line}: {capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_the_page_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

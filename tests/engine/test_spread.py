@@ -325,6 +325,7 @@ def test_workers_are_for_ray() -> None:
     assert outcome.code == 2 and "error[engine]: --workers is for --engine ray" in outcome.err
 
 
+@pytest.mark.slow
 def test_the_local_engine_never_imports_ray() -> None:
     probe = "import sys, fedbicross.cli.server, fedbicross.methods.fedisca, fedbicross.steps.trajectory"
     done = subprocess.run(

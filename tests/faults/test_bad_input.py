@@ -119,6 +119,7 @@ def test_more_clients_than_samples(tmp_path: Path) -> None:
     refused(tmp_path, DATA, "too_many_clients", *args[:2], "--clients", str(10**15), *args[4:])
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own_too(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     before = snapshot(tmp_path)
@@ -400,6 +401,7 @@ def garbled_results(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"rows without {key}", {**good, "rows": [rest]}
 
 
+@pytest.mark.slow
 def test_report_of_garbled_results(finished: Path, tmp_path: Path) -> None:
     """Either a page can still be written, or it is refused in one line; never a traceback, never half a page."""
     (tmp_path / "results.json").write_text("{garbled")
@@ -463,6 +465,7 @@ def test_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     refused(tmp_path, FOLDER, "cannot_write", "run", config, "--out", tmp_path / "out", words="No space")
 
 
+@pytest.mark.slow
 def test_full_in_the_middle_then_resumed(finished: Path, tmp_path: Path) -> None:
     """Files of over 100 kB cannot be written, as with a quota; the network has 300 kB."""
 

@@ -98,6 +98,7 @@ def resnet18() -> bytes:
 # --- 1, 2: flipped bits -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_single_bit_flip_of_a_toy_bundle() -> None:
     data = toy()
     assert len(data) > 1500
@@ -105,6 +106,7 @@ def test_every_single_bit_flip_of_a_toy_bundle() -> None:
         refusal(lambda bit=bit: receive(flipped(data, bit)))
 
 
+@pytest.mark.slow
 def test_sampled_flips_of_a_real_bundle(resnet18: bytes) -> None:
     """3,000 in length and header, where strings, manifest and signature lie; 7,000 in data, spread over all tensors."""
     assert 44e6 < len(resnet18) < 46e6
@@ -143,6 +145,7 @@ def test_every_truncation_of_a_toy_bundle() -> None:
         refusal(lambda length=length: receive(data[:length]))
 
 
+@pytest.mark.slow
 def test_truncations_of_a_real_bundle(resnet18: bytes) -> None:
     """Each of the last 1,024 lengths, and sampled page boundaries and their neighbours, from long to short."""
     size = len(resnet18)

@@ -71,6 +71,7 @@ def test_few_clients(name: str, count: int) -> None:
     answers(create(name, SHORT), [carried(upload) for upload in networks(count)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "ensemble"])  # fedbicross: tests/methods/test_every_method.py
 def test_a_hundred_clients(name: str) -> None:
     answers(create(name, SHORT), networks(100))

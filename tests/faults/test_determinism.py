@@ -47,6 +47,9 @@ SMALL = {  # whatever of these a method has: seconds instead of hours
     "noise_images": 16,
     "trajectories": 2,
     "probes": 8,
+    "images_per_class": 4,
+    "bn_steps": 1,
+    "batch_synthesis": 8,
     "epochs_personal": 1,
     "batch_personal": 8,
 }
@@ -119,6 +122,7 @@ def run_in(folder: Path, umask: int, **env: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_two_processes_in_different_surroundings(tmp_path: Path) -> None:
     plain = run_in(tmp_path / "plain", 0o022, PYTHONHASHSEED="0", TZ="UTC", LC_ALL="C.UTF-8")
     odd = tmp_path / "two words" / "Krankenhaus Köln 病院"
@@ -167,6 +171,7 @@ def test_order_of_clients_changes_nothing(name: str) -> None:
     assert (packed(found), canonical_json(kept)) == undisturbed(name)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_cut_at_any_save_and_continued(name: str) -> None:
     """With a checkpoint at every step. What is kept survives; everything else is made again to the same bytes."""
@@ -250,10 +255,12 @@ def odd_run(tmp_path_factory: pytest.TempPathFactory) -> OddRun:
     return OddRun(manifest, folder / "out", results, before, global_state())
 
 
+@pytest.mark.slow
 def test_global_random_state_and_torch_settings_are_untouched(odd_run: OddRun) -> None:
     assert odd_run.after == odd_run.before
 
 
+@pytest.mark.slow
 def test_one_image_one_class_and_a_site_without_training_images(odd_run: OddRun, tmp_path: Path) -> None:
     found = odd_run.results
     assert [row["method"] for row in found["rows"]] == list(METHODS)
@@ -317,6 +324,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_a_second_runner_is_refused_at_once(forge: Forge, tmp_path: Path) -> None:
     config, out = config_file(tmp_path), tmp_path / "out"
     child = forge.start("run", config, "--out", out)
@@ -333,6 +341,7 @@ def test_a_second_runner_is_refused_at_once(forge: Forge, tmp_path: Path) -> Non
     assert results(out)["complete"]
 
 
+@pytest.mark.slow
 def test_control_c_is_one_line_and_can_be_resumed(forge: Forge, tmp_path: Path) -> None:
     config, whole = config_file(tmp_path), tmp_path / "whole"
     forge.start("run", config, "--out", whole)

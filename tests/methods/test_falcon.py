@@ -373,6 +373,7 @@ def test_killed_anywhere_goes_on_to_the_same_bytes() -> None:
         assert {n: p.pack() for n, p in again.items()} == {n: p.pack() for n, p in whole.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["mar", "ar", "nar"])
 def test_it_learns_something_that_no_client_knows_alone(scheme: str) -> None:
     """Three clients with two of three classes each: the global classifier knows all three."""

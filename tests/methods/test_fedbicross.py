@@ -133,6 +133,7 @@ def plain(
     return [model.state() for model in students], weights
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("spec", "settings"),

@@ -164,6 +164,7 @@ def fuse(method: Any, uploads: Sequence[Upload], store: MemoryStore) -> tuple[li
 RESUMED = ["dafl", "dense", "dense:authors_code", "co_boosting", "co_boosting:authors_code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", RESUMED)
 def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
     method, whole = tiny(spec), Mortal(budget=1000)
@@ -339,6 +340,7 @@ def test_a_generator_that_collapsed_is_noticed(
     assert any("no structure" in warning for warning in ctx.record.warnings)
 
 
+@pytest.mark.slow
 def test_a_student_that_does_not_learn_is_noticed() -> None:
     """Clients that are sure of their classes, and a student whose rate is nothing."""
     clients, ctx = tiny_clients(3, per_client=60), tiny_context(epochs=10)

@@ -101,6 +101,7 @@ def run(method: Any, store: MemoryStore, shown: list[tuple[int, bytes]]) -> tupl
     return {name: predictor.pack() for name, predictor in made.items()}, ctx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lives"), [("fedisca", 13), ("e_fedisca", 6)])
 def test_killed_anywhere_three_shots_end_with_the_same_bytes(
     name: str, lives: int, monkeypatch: pytest.MonkeyPatch

@@ -91,9 +91,10 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("spec", RESUMED)
-def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
-    method = tiny(spec)
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "settings"), [*((spec, {}) for spec in RESUMED), ("fedisca", {"memory": 3})])
+def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, settings: dict, uploads: list[Upload]) -> None:
+    method = tiny(spec, **settings)
     whole = Mortal(budget=1000)
     expected, record, _ = fuse(method, uploads, whole)
     count = len(whole.names)
@@ -403,6 +404,7 @@ def test_a_run_too_short_for_structure_says_so(name: str, uploads: list[Upload])
     assert any("no structure" in warning and "alpha_bn" in warning for warning in ctx.record.warnings)
 
 
+@pytest.mark.slow
 def test_a_student_that_does_not_learn_is_noticed() -> None:
     """Clients that are sure of their classes, and a student whose rate is nothing."""
     clients, ctx = tiny_clients(3, per_client=60), tiny_context(epochs=10)

@@ -196,6 +196,7 @@ def test_arrays_from_python_and_a_client_without_images(tmp_path: Path) -> None:
     assert timeless(fedbicross.resume(tmp_path / "mine", dataset=dataset)) == timeless(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 100])
 def test_one_and_a_hundred_clients(clients: int) -> None:
     data = {**TINY["data"], "train_size": 200, "test_size": 20, "image_size": 8}
@@ -209,6 +210,7 @@ SHOTS = {"steps": 2, "batch": 6, "epochs": 1, "memory": 2, "steps_distil": 2, "n
 FEW = {"fedisca": {k: SHOTS[k] for k in ("steps", "batch", "epochs")}, "e_fedisca": SHOTS}
 
 
+@pytest.mark.slow
 def test_accuracy_after_every_shot_is_kept_and_nothing_is_chosen_by_it(tmp_path: Path) -> None:
     config = tiny(
         methods=["fedisca:two_shots", "e_fedisca", "fedavg:multi_round"],
@@ -236,6 +238,7 @@ def test_accuracy_after_every_shot_is_kept_and_nothing_is_chosen_by_it(tmp_path:
     assert timeless(runner.resume(tmp_path / "out")) == timeless(results)
 
 
+@pytest.mark.slow
 def test_a_run_of_mixed_architectures(tmp_path: Path) -> None:
     config = tiny(
         client_models=["wrn16_2", "vgg8_bn"],

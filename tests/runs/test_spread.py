@@ -57,9 +57,10 @@ def test_cell_by_cell_gives_the_same_files(plain: tuple[RunConfig, Path, dict[st
     check_same(results, tmp_path / "run", plain)
 
 
+@pytest.mark.slow
 def test_ray_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         results = spread.run(plain[0], tmp_path / "run", "ray")
         check_same(results, tmp_path / "run", plain)

@@ -526,6 +526,7 @@ files.fuse_uploads(federation, {p.stem: p for p in sorted((folder / "uploads").i
 """
 
 
+@pytest.mark.slow
 def test_a_killed_fusion_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL in the middle of the synthesis, after a checkpoint; the second process goes on from it."""
     settings = {key: value for key, value in TINY_METHODS["fedbicross"].items() if key != "clusters"}

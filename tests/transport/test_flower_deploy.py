@@ -76,6 +76,7 @@ def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Re
     assert config[config["default"]]["root-certificates"] == str(ready.folder / "certificates/ca.crt")
 
 
+@pytest.mark.slow
 def test_the_supernode_is_told_its_own_places_in_a_file(ready: Ready) -> None:
     authority = ready.folder / "certificates/ca.crt"
     start = deploy.supernode(ready.site, "fed.example.org:8000", authority, ready.folder / "node.key")

@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "configs" / "both-paths.toml")
     parser.add_argument("--set", dest="assignments", action="append", default=[])
+    parser.add_argument("--ways", nargs="+", default=[PLAIN, AGAIN, FAST], choices=[PLAIN, AGAIN, FAST])
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks" / "accuracy.json")
     given = parser.parse_args()
     prepared = runner.prepare(load_config(given.file, assignments=given.assignments))
@@ -52,7 +53,7 @@ def main() -> None:
         if before["config"] == config:
             made["rows"] = before["rows"]
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    for seed, way in product(seeds, (PLAIN, AGAIN, FAST)):
+    for seed, way in product(seeds, given.ways):
         if (seed, way) not in {(row["seed"], row["way"]) for row in made["rows"]}:
             made["rows"] += measure(prepared, seed, way)
             given.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

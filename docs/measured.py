@@ -79,6 +79,12 @@ def gpu(what: str, page: Path, root: Path) -> str:
     return f"{grown}\n\nStage 2 takes {least:.1f} to {most:.1f} ms per K²."
 
 
+AGAINST = {
+    "plain fp32, one thread": "one thread - two, points (each seed)",
+    "fast bf16": "fast bf16 - plain, points (each seed)",
+}
+
+
 def accuracy(_: str, page: Path, root: Path) -> str:
     """Whole methods on both paths: means over seeds, and the differences seed by seed."""
     file = root / "results" / "benchmarks" / "accuracy.json"
@@ -86,24 +92,24 @@ def accuracy(_: str, page: Path, root: Path) -> str:
     config, versions = found["config"], found["versions"]
     seeds = sorted({row["seed"] for row in found["rows"]})
     rows: list[Row] = []
+    ways = [way for way in AGAINST if any(row["way"] == way for row in found["rows"])]
     for method, protocol in product(dict.fromkeys(row["method"] for row in found["rows"]), ("global", "matched")):
         value = {
             (row["way"], row["seed"]): 100 * row["accuracy"][protocol]
             for row in found["rows"]
             if row["method"] == method
         }
-        plain, again, fast = (
-            np.array([value[way, seed] for seed in seeds])
-            for way in ("plain fp32", "plain fp32, one thread", "fast bf16")
-        )
-        apart = [f"{d.mean():+.1f} ± {d.std(ddof=1):.1f}" for d in (again - plain, fast - plain)]
-        rows.append((method, protocol, f"{plain.mean():.1f} ± {plain.std(ddof=1):.1f}", *apart))
-    head = ("method", "protocol", "plain fp32, %", "one thread - two, points", "fast bf16 - plain, points")
+        plain, *others = (np.array([value[way, seed] for seed in seeds]) for way in ("plain fp32", *ways))
+        apart = [f"{(d := other - plain).mean():+.1f} ± {d.std(ddof=1):.1f}" for other in others]
+        each = [", ".join(f"{point:+.1f}" for point in other - plain) for other in others]
+        shown = [f"{mean} ({points})" for mean, points in zip(apart, each, strict=True)]
+        rows.append((method, protocol, f"{plain.mean():.1f} ± {plain.std(ddof=1):.1f}", *shown))
+    head = ("method", "protocol", "plain fp32, %", *(AGAINST[way] for way in ways))
     made = (
         f"Mean ± standard deviation over {len(seeds)} seeds; {config['clients']} clients, {config['model']}, "
         f"{versions['machine']}, torch {versions['torch']}. From [`accuracy.json`]({link(file, page)})."
     )
-    return f"{table(head, rows, 'llrrr')}\n\n{made}"
+    return f"{table(head, rows, 'llr' + 'r' * len(ways))}\n\n{made}"
 
 
 def at_once(_: str, page: Path, root: Path) -> str:

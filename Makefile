@@ -5,8 +5,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-# Threads that wait do so asleep, so that other programs on the same cores are not slowed down.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup demo test check lint format bench docs clean
 

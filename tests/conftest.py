@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedbicross.waiting import wait_passively
+from fedbicross.waiting import wait_briefly
 
-wait_passively()  # before torch
+wait_briefly()  # before torch
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -13,9 +13,9 @@ def main() -> None:
     """Entry point: an expected error is one line on standard error and its exit code."""
     from fedbicross.cli.app import UsageError, app
     from fedbicross.errors import FedBiCrossError
-    from fedbicross.waiting import wait_passively
+    from fedbicross.waiting import wait_briefly
 
-    wait_passively()
+    wait_briefly()
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without our letters shows "?" rather than fail a finished run

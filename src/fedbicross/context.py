@@ -158,6 +158,19 @@ class Context:
 
     # --- client models, trained once and shared by all methods ---------------------------------------
 
+    def with_loss(self, loss: str | None) -> Context:
+        """The same context whose clients train with this loss; none: with that of the run's recipe."""
+        if loss is None or loss == self.training.loss:
+            return self
+        return replace(self, training=self.training.model_copy(update={"loss": loss}))
+
+    def validation_rows(self, client: Client) -> np.ndarray:
+        """Which of a client's images its own training held back."""
+        from fedbicross.engine.train import split_validation
+
+        rng = seeds.numpy_rng(self._training_seed, "training", client.name, "validation-split")
+        return split_validation(client.labels, client.patients, self.training.validation, rng)[1]
+
     def local_model(self, client: Client) -> Trained:
         """The client's own network by the run's recipe: trained on first use, then shared by content."""
         from fedbicross.engine.train import Trained

@@ -145,6 +145,16 @@ def check_shares(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise UploadError("magnitude", f"{name!r} holds a number below zero")
 
 
+def check_log_prior(tensor: Tensor, classes: int) -> None:
+    """Logarithms of probabilities, one a class: finite, none above zero."""
+    if tuple(tensor.shape) != (classes,) or not tensor.is_floating_point():
+        raise UploadError(
+            "tensor_shape", f"'log_prior' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
+        )
+    if _bounds("log_prior", tensor)[1] > 0:
+        raise UploadError("magnitude", "'log_prior' holds a number above zero")
+
+
 def _refuse_names(
     found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str, *shape: int
 ) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fedbicross.steps import (
         adaptation,
         adversarial,
+        augment,
         autoregression,
         bilevel,
         clustering,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         diagnosis,
         diffusion_prior,
         distill,
+        gate,
         generators,
         guidance,
         inversion,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "adaptation",
     "adversarial",
+    "augment",
     "autoregression",
     "bilevel",
     "clustering",
@@ -42,6 +45,7 @@ __all__ = [
     "diagnosis",
     "diffusion_prior",
     "distill",
+    "gate",
     "generators",
     "guidance",
     "inversion",

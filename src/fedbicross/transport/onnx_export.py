@@ -30,13 +30,13 @@ class Whole(nn.Module):
             for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
         )
         self.combine = predictor.combine
-        self.weights = predictor.class_weights
+        self.weights, self.log_prior = predictor.class_weights, predictor.log_prior
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [n, H, W, C] to [n, classes]."""
         inputs = images.permute(0, 3, 1, 2).float() / 127.5 - 1.0
         logits = torch.stack([network(inputs) for network in self.networks]).float()
-        return combine_logits(logits, self.combine, 1.0, self.weights)
+        return combine_logits(logits, self.combine, 1.0, self.weights, self.log_prior)
 
 
 def export(predictor: Predictor) -> bytes:

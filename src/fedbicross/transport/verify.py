@@ -78,10 +78,12 @@ def check_networks(predictor: Predictor) -> None:
         validate.check_shares(predictor.constant, "constant", (len(task.classes),))
     if predictor.class_weights is not None:
         validate.check_shares(predictor.class_weights, "class_weights", (count, len(task.classes)))
-    elif predictor.combine == "class_weighted":
+    elif predictor.combine in ("class_weighted", "consensus"):
         raise UploadError(
             "missing_tensor", "the model combines its networks by class weights; they are not in the file"
         )
+    if predictor.log_prior is not None:
+        validate.check_log_prior(predictor.log_prior, len(task.classes))
     if not count and predictor.constant is None:
         raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
 

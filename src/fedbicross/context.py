@@ -190,7 +190,7 @@ class Context:
     def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
         """One client's training, which begins at the first ``next`` and keeps its result."""
         stream = ("init",) if self.training.init == "shared" else ("init", client.name)
-        model = self.new_model(seeds.torch_rng(self._training_seed, *stream), self.model_of(client))
+        model = self.new_model(seeds.torch_rng(self.training_seed, *stream), self.model_of(client))
         update = self.progress.start(f"training {client.label}", self.training.epochs)
         trained = yield from self._train(
             client,
@@ -213,7 +213,7 @@ class Context:
         total_epochs: int,
     ) -> dict[str, Tensor]:
         """A short visit of training from ``start`` (none: the shared initialisation); the last epoch's weights."""
-        model = self.new_model(seeds.torch_rng(self._training_seed, "init"), self.model_of(client))
+        model = self.new_model(seeds.torch_rng(self.training_seed, "init"), self.model_of(client))
         if start is not None:
             model.load_state_dict(dict(start))
         last = self.training.model_copy(update={"select": "last"})
@@ -269,7 +269,7 @@ class Context:
             client.labels,
             client.patients,
             recipe,
-            seed=self._training_seed,
+            seed=self.training_seed,
             stream=("training", client.name),
             label=client.label,
             forward_flops=models.forward_flops(*self.architecture_of(client)),
@@ -286,7 +286,7 @@ class Context:
             "data": client.digest,
             "task": self.task_of(client).as_json(),
             "training": self.training.model_dump(),
-            "seed": self._training_seed,
+            "seed": self.training_seed,
             "precision": f"{self.device}-{self.precision}",
         }
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
@@ -377,7 +377,8 @@ class Context:
         return self.model_of(client), *self.architecture[1:]
 
     @property
-    def _training_seed(self) -> int:
+    def training_seed(self) -> int:
+        """The seed of everything that local training draws: the recipe's own, or else the run's."""
         return self.seed if self.training.seed is None else self.training.seed
 
 

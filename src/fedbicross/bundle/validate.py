@@ -111,12 +111,22 @@ def check_image_size(image_size: int) -> None:
         raise UploadError("architecture", f"images of {_short(image_size)} px: 1 to {MAX_IMAGE_SIZE} are possible")
 
 
-@lru_cache(maxsize=64)
 def _skeleton(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
+    import torch
+
+    return _built(architecture, channels, classes, image_size, torch.get_default_dtype())
+
+
+@lru_cache(maxsize=64)
+def _built(
+    architecture: str, channels: int, classes: int, image_size: int, precision: torch.dtype
+) -> dict[str, Signature]:
+    """``precision`` is torch's default, with which networks are built here: one answer for each."""
     import torch
 
     from fedbicross.models.factory import BUILDERS
 
+    del precision
     with torch.device("meta"):
         model = BUILDERS[architecture](channels, classes, image_size)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}

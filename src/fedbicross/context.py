@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fedbicross import seeds
+from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.surroundings import MemoryStore as MemoryStore
@@ -180,8 +180,6 @@ class Context:
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""
-        from fedbicross import models
-
         model = models.build(name or self.task.model, *self.architecture[1:])
         models.initialise(model, rng, self.training.init_scheme)
         return model

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from fedbicross import models
 from fedbicross.bundle.format import Tensors, canonical_json, tensor_digest
 from fedbicross.errors import ConfigError, UploadError
 from fedbicross.settings import Settings
@@ -95,8 +96,6 @@ def check_model_state(
 
 def model_tensors(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
     """Name, type and shape of every tensor of a network, without taking memory for one."""
-    from fedbicross import models
-
     check_image_size(image_size)
     try:
         models.check(architecture[:64], channels, classes, image_size)
@@ -124,11 +123,9 @@ def _built(
     """``precision`` is torch's default, with which networks are built here: one answer for each."""
     import torch
 
-    from fedbicross.models.factory import BUILDERS
-
     del precision
     with torch.device("meta"):
-        model = BUILDERS[architecture](channels, classes, image_size)
+        model = models.factory.BUILDERS[architecture](channels, classes, image_size)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
@@ -173,9 +170,7 @@ def check_predictor(predictor: Predictor) -> None:
         if predictor.encoder is None:
             check_model_state(state, architecture, *shape, trained=False)
         else:  # a head: its sizes follow from its tensors, so that building one checks them
-            from fedbicross.models import heads
-
-            heads.load(architecture, state, len(task.classes))
+            models.heads.load(architecture, state, len(task.classes))
             check_finite(state)
     if predictor.constant is not None:
         check_shares(predictor.constant, "constant", (len(task.classes),))
@@ -192,9 +187,7 @@ def check_predictor(predictor: Predictor) -> None:
 def _refuse_names(
     found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str, *shape: int
 ) -> None:
-    from fedbicross.models import MODELS
-
-    for other in MODELS:
+    for other in models.MODELS:
         if other != architecture and _skeleton(other, *shape).keys() == found.keys():
             raise UploadError("architecture", f"these are the weights of a {other}, not of a {architecture}")
     missing = [name for name in expected if name not in found]

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from fedbicross.report import clients, rounds, sections
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge
@@ -13,8 +16,6 @@ from fedbicross.report.verdict import judge
 
 def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
     """The report page. ``run_dir`` is only needed to embed the pictures that a method left there."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup, escape
 
     def breakable(name: str) -> Markup:
         """A method name may be broken after its colon or an underscore; escaping has put neither into it."""

@@ -10,14 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models
+from fedbicross import data, models
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
 from fedbicross.methods.base import Method, mixed_models_problem
-from fedbicross.methods.features import EncoderConfig
-from fedbicross.methods.fedlmg import FedLMGConfig
-from fedbicross.models import encoders, priors
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
 __all__ = ["QUICK", "RunConfig", "as_toml", "check", "load_config", "merge", "parse_assignment", "read_toml"]
@@ -141,32 +138,27 @@ def load_config(
 
 def check(config: RunConfig) -> None:
     """Everything that can be wrong without looking at a single image."""
-    from fedbicross.data import DATASETS, PARTITIONS
-
     if config.clients < 1:
         raise ConfigError("clients", f"clients: at least 1 is needed (got {config.clients})")
     if config.partition.alpha <= 0:
         raise ConfigError("alpha", f"partition.alpha: must be greater than 0 (got {config.partition.alpha})")
-    if config.partition.kind not in PARTITIONS:
-        hint = nearest(config.partition.kind, PARTITIONS)
+    if config.partition.kind not in data.PARTITIONS:
+        hint = nearest(config.partition.kind, data.PARTITIONS)
         raise ConfigError("unknown_partition", f"unknown partition {config.partition.kind!r}{hint}")
     for name in [config.model, *config.client_models]:
         models.canonical(name)
     if config.partition.kind != "natural" and config.partition.file is None:  # else the data say how many there are
         config.check_models_for(config.clients)
     name = config.data.name
-    if name not in DATASETS and not name.startswith("python:") and not _exists(name):
-        raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, DATASETS)}")
+    if name not in data.DATASETS and not name.startswith("python:") and not _exists(name):
+        raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, data.DATASETS)}")
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError("seeds", "seeds: each seed once")
     if not config.all_methods():
         raise ConfigError("methods", "methods: name at least one (see `fedbicross list methods`)")
     for spec in config.all_methods():
         method = config.build(spec)
-        if isinstance(method.config, EncoderConfig):
-            encoders.check(method.config.encoder)
-        if isinstance(method.config, FedLMGConfig):
-            priors.check(method.config.prior)
+        method.check_machine()
         for name in config.architectures():
             if "bn_stats" in method.needs and not models.info(name).has_batchnorm:
                 reason = f"{spec} needs batch-normalisation statistics, which {name!r} does not have"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fedbicross.bundle import pack, unpack
 from fedbicross.bundle.format import canonical_json
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ctx: Context) -> dict[str, np.ndarray]:
     """Probabilities of every client's predictor on the whole test set; equal predictors run once."""
-    import torch
-
     done: dict[int, bytes] = {}
     out = {}
     update = ctx.progress.start(f"testing {ctx.scope.partition('/')[2]}", len(predictors))

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from fedbicross import __version__, seeds
+from fedbicross import __version__, models, seeds
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
 from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
+from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
+from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
 from fedbicross.evaluate.summary import reference
@@ -57,9 +60,6 @@ class Prepared:
 
 def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
     """Load the data and deal it out; every bad input shows here, before anything is written."""
-    from fedbicross import models
-    from fedbicross.engine.device import resolve_device, resolve_precision
-
     device = resolve_device(config.device)
     if dataset is None:
         if config.data.name.startswith("python:"):
@@ -183,10 +183,6 @@ def _empty(out: Path) -> None:
 
 def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
     """Every seed and method; without a folder everything stays in memory."""
-    import torch
-
-    from fedbicross.engine.device import set_precision
-
     config = prepared.config
     threads = torch.get_num_threads()
     if config.threads is not None:
@@ -296,10 +292,8 @@ def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], 
 
 def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, Any], clients: list[Client]) -> None:
     """Training curves of the client models, for the report."""
-    from fedbicross.engine.train import Trained
-
     curves = summary["training"].setdefault(str(ctx.seed), {})
-    names = {ctx.local_model_key(client): client.name for client in clients}
+    names = {ctx.models.local_model_key(client): client.name for client in clients}
     for key in record["local_models"]:
         if key in names and names[key] not in curves:
             data = ctx.store.load(f"client_models/{key}.safetensors")

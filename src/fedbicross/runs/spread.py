@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
+from fedbicross.engine.device import resolve_device
+from fedbicross.engine.spread import QUIET, import_ray
 from fedbicross.errors import ConfigError
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml
@@ -118,9 +120,6 @@ def _local(group: Sequence[Cell]) -> Iterator[str]:
 
 def _ray(config: RunConfig) -> Spread:
     """Each cell as a Ray task, on one GPU where the run wants one."""
-    from fedbicross.engine.device import resolve_device
-    from fedbicross.engine.spread import QUIET, import_ray
-
     ray = import_ray()
     if not ray.is_initialized():
         ray.init(**QUIET)  # $RAY_ADDRESS: join a cluster

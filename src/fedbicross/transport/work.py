@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbicross import engine
 from fedbicross.context import Context, Progress, Silent
 from fedbicross.errors import RunError
 from fedbicross.runs.store import RunFolder
@@ -50,11 +52,9 @@ def out_of_memory(error: Exception) -> bool:
 
 def make_context(federation: FederationFile, folder: RunFolder, progress: Progress | None, device: str) -> Context:
     """What surrounds a method's verb here."""
-    from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
-
-    used = resolve_device(device)
-    precision = resolve_precision("auto", used)
-    set_precision(precision)
+    used = engine.device.resolve_device(device)
+    precision = engine.device.resolve_precision("auto", used)
+    engine.device.set_precision(precision)
     return Context(
         task=federation.task,
         training=federation.training,
@@ -69,7 +69,8 @@ def make_context(federation: FederationFile, folder: RunFolder, progress: Progre
     )
 
 
-def say_warnings(ctx: Context) -> None:
-    """What the verb at work wants a person to know."""
-    for warning in ctx.record.warnings:
+def say_warnings(ctx: Context, verb: str, name: str) -> None:
+    """What a verb that has just ended wants a person to know, from its record."""
+    record = json.loads(ctx.store.load(f"records/{verb}/{name}.json") or b"{}")
+    for warning in record.get("warnings", ()):
         ctx.progress.say(f"note: {warning}")

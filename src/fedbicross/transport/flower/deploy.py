@@ -21,6 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.settings import as_toml
@@ -242,8 +244,6 @@ def _tell_new_lines(log: Path, seen: int, say: Callable[[str], None]) -> int:
 
 
 def _toml(values: dict[str, Any]) -> bytes:
-    import tomli_w
-
     return tomli_w.dumps(values).encode()
 
 

@@ -153,6 +153,7 @@ class Predictor:
     constant: Tensor | None = None  # [classes]
     encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
     log_prior: Tensor | None = None  # [classes], for consensus: added to what the networks say
+    referral: Tensor | None = None  # [classes + 1]: when the last network answers alone (`engine.combine.refer`)
 
     def probabilities(
         self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
@@ -168,6 +169,7 @@ class Predictor:
         tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
         tensors |= {} if self.constant is None else {"constant": self.constant}
         tensors |= {} if self.log_prior is None else {"log_prior": self.log_prior}
+        tensors |= {} if self.referral is None else {"referral": self.referral}
         info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
         info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
         return pack("predictor", tensors, info)
@@ -179,9 +181,9 @@ class Predictor:
         manifest = validate.read_manifest(_PredictorManifest, info)
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
-        weights, constant, prior = (tensors.get(name) for name in ("class_weights", "constant", "log_prior"))
+        tables = {name: tensors.get(name) for name in ("class_weights", "constant", "log_prior", "referral")}
         task, combine, encoder = manifest.task, manifest.combine, manifest.encoder
-        return cls(task, architectures, tuple(states), combine, weights, constant, encoder, prior)
+        return cls(task, architectures, tuple(states), combine, encoder=encoder, **tables)
 
 
 def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -171,6 +171,17 @@ def check_log_prior(tensor: Tensor, classes: int) -> None:
         raise UploadError("magnitude", "'log_prior' holds a number above zero")
 
 
+def check_referral(tensor: Tensor, classes: int) -> None:
+    """A mark of 0 or 1 for each class, with both among them, and a finite number."""
+    if tuple(tensor.shape) != (classes + 1,) or not tensor.is_floating_point():
+        raise UploadError(
+            "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes + 1,)}"
+        )
+    _bounds("referral", tensor)
+    if sorted({float(mark) for mark in tensor[:-1]}) != [0.0, 1.0]:
+        raise UploadError("magnitude", "'referral' does not mark some of the classes with 1 and the others with 0")
+
+
 def check_predictor(predictor: Predictor) -> None:
     """Every network of a model is one of its architecture, and every number beside them makes sense."""
     task, count = predictor.task, len(predictor.architectures)
@@ -192,6 +203,8 @@ def check_predictor(predictor: Predictor) -> None:
         )
     if predictor.log_prior is not None:
         check_log_prior(predictor.log_prior, len(task.classes))
+    if predictor.referral is not None:
+        check_referral(predictor.referral, len(task.classes))
     if not count and predictor.constant is None:
         raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
 

@@ -84,3 +84,20 @@ def combine_logits(
         log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
         return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
     assert_never(how)
+
+
+def referral_odds(log_probabilities: Tensor, seldom: Tensor) -> Tensor:
+    """How much surer a model is of the likeliest seldom class than of the likeliest other one, in logs [B]."""
+    never = torch.finfo(log_probabilities.dtype).min
+    highest_seldom = log_probabilities.masked_fill(~seldom, never).amax(-1)
+    return highest_seldom - log_probabilities.masked_fill(seldom, never).amax(-1)
+
+
+def refer(probabilities: Tensor, shared_logits: Tensor, referral: Tensor) -> Tensor:
+    """The shared model's probabilities [B,C] for images that it is sure enough to be of a seldom class; else as given.
+
+    ``referral`` [C+1] holds 1 for a seldom class, and last the odds that must be passed (`steps.gate.referral`).
+    """
+    shared = F.log_softmax(shared_logits, dim=-1)
+    passed = referral_odds(shared, referral[:-1] > 0) > referral[-1].to(shared.dtype)
+    return torch.where(passed.unsqueeze(-1), shared.exp(), probabilities)

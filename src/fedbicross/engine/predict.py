@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedbicross import models
-from fedbicross.engine.combine import combine_logits
+from fedbicross.engine.combine import combine_logits, refer
 from fedbicross.engine.device import autocast, normalise, to_device
 from fedbicross.engine.tokens import token_sequences
 from fedbicross.errors import MethodError
@@ -71,7 +71,10 @@ def combined(predictor: Predictor, logits: Tensor) -> Tensor:
     """Probabilities [B,C] on the CPU from the logits [N,B,C] of a predictor's networks."""
     tables = (predictor.class_weights, predictor.log_prior)
     weights, prior = (None if table is None else table.to(logits.device) for table in tables)
-    return combine_logits(logits, predictor.combine, 1.0, weights, prior).cpu()
+    answer = combine_logits(logits, predictor.combine, 1.0, weights, prior)
+    if predictor.referral is not None:
+        answer = refer(answer, logits[-1], predictor.referral.to(logits.device))
+    return answer.cpu()
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@
    batch-normalisation statistics tell one story: a pool of images.
 3. It distils the consensus of all networks, log-probabilities weighted per class, into one student on that pool,
    turned, mirrored and cut together, with soft labels made afresh each time.
-4. Back at the hospital, student and own network are mixed and given the hospital's class mix, if and only if that is
-   better than the own network beyond chance on validation images (`steps.gate`). Else it keeps what it has.
+4. Back at the hospital the own network stays, unless mixing it with the student is better beyond chance on validation
+   images. Images that the student is surer to be of a class that the hospital does not see than it is of any of the
+   hospital's own are answered by the student (`steps.gate`).
 
 Where each idea comes from, and what each is worth: docs/methods/primum.md.
 """
@@ -43,7 +44,7 @@ class PrimumConfig(MethodConfig):
     steps: int = Field(500, ge=1, description="T: synthesis steps per batch")
     lr_synthesis: float = Field(5e-2, gt=0, description="Adam's rate on the pixels")
     alpha_tv: float = Field(2.5e-5, ge=0, description="weight of total variation")
-    alpha_bn: float = Field(6.0, ge=0, description="weight of the batch-norm term")
+    alpha_bn: float = Field(10.0, ge=0, description="weight of the batch-norm term")
     bn_distance: Literal["absolute", "relative"] = Field(
         "absolute", description="a layer's batch-norm distances as they are, or over its own spread"
     )
@@ -56,7 +57,7 @@ class PrimumConfig(MethodConfig):
         "contrast", description="a(i,c): by images that a client could tell from other classes, or by all of the class"
     )
     temperature: float = Field(4.0, gt=0, description="τ of teacher and student, with the factor τ²")
-    steps_distil: int = Field(8000, ge=1, description="of the student")
+    steps_distil: int = Field(4000, ge=1, description="of the student")
     lr: float = Field(0.05, gt=0, description="of the student's SGD")
     schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")

@@ -1,4 +1,4 @@
-"""The gate at the client: its own model, the shared one, or a mixture, by the rule of `steps.gate`."""
+"""The gate at the client: its own model, mixed with the shared one or not, and referral of classes it seldom sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Predictor
-from fedbicross.steps.gate import Choice, choose, make_folds
+from fedbicross.steps.gate import OWN, Choice, choose, referral
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,36 +22,37 @@ if TYPE_CHECKING:
 
 
 def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
-    """The model that the client should use for its own patients.
+    """The model that the client should use, by the two rules of `steps.gate`.
 
-    ``ctx`` is the one that the own model was trained in: its validation images decide.
+    ``ctx`` is the one that the own model, a single network, was trained in: its validation images decide.
     """
     rows = ctx.validation_rows(client)
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
-    labels = torch.from_numpy(client.labels[rows])
+    labels = torch.from_numpy(client.labels)
     has_prior = not ctx.training.balanced
-    mine = _log_scores(own, client.images[rows], ctx)[0]
-    tables, b = log_linear(shared)
-    theirs = torch.einsum("nc,nbc->bc", tables.double(), _log_scores(shared, client.images[rows], ctx)) + b.double()
-    patients = None if client.patients is None else client.patients[rows]
-    folds = make_folds(len(rows), patients, ctx.rng("gate", client.name))
-    choice = choose(mine, theirs.log_softmax(1), labels, counts, folds, has_prior)
-    _describe(ctx, client, choice)
-    if not choice.accepted:
+    weights, b = log_linear(shared)
+    on_all = torch.einsum("nc,nbc->bc", weights.double(), _log_probabilities(shared, client.images, ctx)) + b.double()
+    on_all = on_all.log_softmax(1)
+    (mine,) = _log_probabilities(own, client.images[rows], ctx)
+    choice = choose(mine, on_all[rows], labels[rows], counts, has_prior)
+    single = len(shared.states) == 1  # a referral is answered by one network
+    referred = referral(on_all, labels, counts) if single else None
+    _describe(ctx, client, choice, referred)
+    if choice.mixture == OWN and referred is None:
         return own
-    mixture = choice.mixture
-    w, t = mixture.share, mixture.temperature
-    weights = torch.cat([torch.full((1, len(counts)), w / t), (1 - w) / t * tables])
-    prior = (1 - w) / t * b.double() + (1 - w if has_prior else 1.0) * log_prior(counts, mixture.flatness)
-    keep = [i for i in range(len(weights)) if bool((weights[i] > 0).any())]
+    w = choice.mixture.share
+    tables = torch.cat([torch.full((1, len(counts)), w), (1 - w) * weights])
+    prior = (1 - w) * b.double() + (1 - w if has_prior else 1.0) * log_prior(counts, choice.mixture.flatness)
+    keep = [i for i in range(len(tables)) if bool((tables[i] > 0).any()) or (referred is not None and i > 0)]
     architectures, states = (*own.architectures, *shared.architectures), (*own.states, *shared.states)
     return Predictor(
         ctx.task,
         tuple(architectures[i] for i in keep),
         tuple(states[i] for i in keep),
         "consensus",
-        weights[keep].float(),
+        tables[keep].float(),
         log_prior=prior.float(),
+        referral=None if referred is None else referred.float(),
     )
 
 
@@ -65,29 +66,22 @@ def log_linear(predictor: Predictor) -> tuple[Tensor, Tensor]:
         return weights, torch.where((weights > 0).any(0), b, NEVER)
     if count == 1 or predictor.combine == "mean_logits":
         return torch.full((count, classes), 1 / count), torch.zeros(classes)
-    raise MethodError(
-        "no_gate", f"a model that combines its networks by {predictor.combine} cannot be mixed with another"
-    )
+    raise MethodError("no_gate", f"networks combined by {predictor.combine} cannot be mixed with another model")
 
 
-def _describe(ctx: Context, client: Client, choice: Choice) -> None:
+def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | None) -> None:
     """What was decided and by what, for the report."""
     if not choice.images:
         ctx.record.warn(f"{client.label}: no validation images to try the shared model on; its own model stays")
-        return
-    columns = ["own model right", "mixture right", "images", "gain of log-loss", "± standard error", "taken"]
-    columns += ["own model's share", "temperature", "flatness of the class mix"]
-    right = [choice.right_own, choice.right_mixed, choice.images]
-    by = [round(choice.gain, 4), round(choice.error, 4), "mixture" if choice.accepted else "own model"]
-    mixture = choice.mixture
-    row = [*right, *by, mixture.share, mixture.temperature, mixture.flatness]
-    ctx.record.add(
-        "tables", f"{client.label}: own or shared, on validation images", {"columns": columns, "rows": [row]}
-    )
+    columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred", "from odds"]
+    classes = [] if referred is None else [name for name, mark in zip(ctx.task.classes, referred, strict=False) if mark]
+    odds = "" if referred is None else round(float(referred[-1]), 3)
+    row = [choice.images, choice.won, choice.lost, choice.mixture.share, ", ".join(classes) or "none", odds]
+    ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
 
 
 @torch.no_grad()
-def _log_scores(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
+def _log_probabilities(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
     """log p_i(c|x) [N,B,C] of a predictor's networks, in float64 on the CPU."""
     task = predictor.task
     networks = [

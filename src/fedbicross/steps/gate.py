@@ -1,121 +1,95 @@
-"""Own model or shared model? A mixture of both, chosen on a client's validation images, that must earn its place.
+"""Own model or shared model? What a client may change of its own answers, and what must be shown before it does.
 
-``log p(c|x) = [w log p_own(c|x) + (1-w) log p_shared(c|x)] / t + log pi_e(c)``, pi_e = (1-e) pi + e/C
+Two rules, each with a statement about the client's own patients that does not rest on any setting:
 
-w is the own model's share, t a temperature, pi the client's class mix and e how far it is flattened. Mixtures are
-compared by their log-loss on validation images, which neither model was trained on. The rule:
+**Mixture**, for the classes that the client sees:
+``log p(c|x) = w log p_own(c|x) + (1-w) log p_shared(c|x) + log pi_e(c)``, pi_e = (1-e) pi + e/C, pi the client's class
+mix. From the own model (w = 1, e = 0) the client moves to the next mixture with a smaller share w only if that one is
+right where the last is wrong more often than the reverse on its validation images, by an exact one-sided sign test at
+5 %. So a shared model that is no better is not let in with more than 5 % probability at each of four tests.
 
-1. *Choose*: of all mixtures whose log-loss is within one paired standard error of the lowest, the one with the flattest
-   class mix, since it does best for patients unlike the client's own; of equals, the one with the lowest log-loss.
-2. *Test*: rule 1 is applied five times to four fifths of the images and scored on the last fifth. The mixture replaces
-   the own model only if its log-loss there is lower by a one-sided paired t-test at 5 %, and if it gets no fewer of
-   these images right. Else the client keeps what it has.
-
-The own model is given its best temperature first, so that a mixture is not accepted for being better calibrated only.
+**Referral**, for the classes that it seldom or never sees: an image is answered by the shared model if this is surer
+that it shows such a class than it is on any of the client's own images of other classes. Own images and the next
+patient of the same kind are exchangeable for the shared model, which was trained on neither, so of n such images and
+one more the last is the highest with probability 1/(n+1): no more of the client's own patients are referred on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from scipy.stats import t as student_t
+from scipy.stats import binom
 from torch import Tensor
 
-from fedbicross.engine.combine import log_prior
+from fedbicross.engine.combine import log_prior, referral_odds
 
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # w
-TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # t
-FLATNESS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # e
-FOLDS = 5
-LEVEL = 0.05  # of the test
+SHARES = (0.7, 0.5, 0.3, 0.0)  # w, in the order in which they are tried
+FLATNESS = 0.3  # e of every mixture
+LEVEL = 0.05  # of each sign test
+SELDOM = 0.01  # share of a client's images below which it hardly knows a class
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """One way to mix: the own model's share, the temperature, and how flat the class mix is."""
+    """How both models are mixed: the own model's share, and how flat the class mix is."""
 
     share: float = 1.0
-    temperature: float = 1.0
     flatness: float = 0.0
 
 
 OWN = Mixture()
-OWN_CALIBRATED = tuple(Mixture(1.0, t, 0.0) for t in TEMPERATURES)
-MIXTURES = tuple(Mixture(*values) for values in product(SHARES, TEMPERATURES, FLATNESS))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and what it was chosen by: means over validation images."""
+    """The mixture, and how it compares with the own model on the validation images."""
 
     mixture: Mixture
-    accepted: bool
     images: int
-    gain: float = 0.0  # of log-loss, over the own model, on images that the choice did not see
-    error: float = 0.0  # its standard error
-    right_own: int = 0
-    right_mixed: int = 0
+    won: int = 0  # right where the own model is wrong
+    lost: int = 0  # the reverse
 
 
 def mixed(own: Tensor, shared: Tensor, counts: Tensor, mixture: Mixture, own_has_prior: bool = False) -> Tensor:
-    """The scores above [n,C], not normalised, from log-probabilities [n,C] of both models.
+    """The mixture's log-probabilities [n,C], up to a number for each image, from those of both models.
 
     ``own_has_prior``: the own model was trained by plain cross-entropy and has the client's class mix in it already;
     only the shared model's part is then given it.
     """
-    w, prior = mixture.share, log_prior(counts, mixture.flatness).to(own)
-    share_of_prior = 1 - w if own_has_prior else 1.0
-    return (w * own + (1 - w) * shared) / mixture.temperature + share_of_prior * prior
+    w = mixture.share
+    prior = log_prior(counts, mixture.flatness).to(own)
+    return w * own + (1 - w) * shared + (1 - w if own_has_prior else 1.0) * prior
 
 
-def choose(
-    own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor, folds: Sequence[Tensor], own_has_prior: bool = False
-) -> Choice:
-    """The rule above. ``folds`` are row numbers of the images, each in one of them; with none the own model stays."""
-    images = len(labels)
-    if images < 2 or len(folds) < 2:
-        return Choice(OWN, False, images)
-    own, shared = own.double(), shared.double()
-    scores = {m: mixed(own, shared, counts, m, own_has_prior) for m in MIXTURES}
-    losses = torch.stack([F.cross_entropy(scores[m], labels, reduction="none") for m in MIXTURES])
-    of_own = losses[[MIXTURES.index(m) for m in OWN_CALIBRATED]]
-    gains, right_own, right_mixed = torch.zeros(images, dtype=torch.float64), 0, 0
-    for fold in folds:
-        rest = torch.ones(images, dtype=torch.bool)
-        rest[fold] = False
-        calibrated = int(of_own[:, rest].mean(1).argmin())
-        found = flattest(losses[:, rest])
-        gains[fold] = of_own[calibrated, fold] - losses[found, fold]
-        right_own += int((scores[OWN][fold].argmax(1) == labels[fold]).sum())
-        right_mixed += int((scores[MIXTURES[found]][fold].argmax(1) == labels[fold]).sum())
-    gain, error = float(gains.mean()), float(gains.std()) / images**0.5
-    beyond_chance = gain > float(student_t.ppf(1 - LEVEL, images - 1)) * error
-    accepted = beyond_chance and gain > 0 and right_mixed >= right_own
-    mixture = MIXTURES[flattest(losses)] if accepted else OWN
-    return Choice(mixture, accepted, images, gain, error, right_own, right_mixed)
+def choose(own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor, own_has_prior: bool = False) -> Choice:
+    """The mixture by the rule above, from log-probabilities [n,C] on validation images."""
+    chosen = OWN
+    right = own_right = mixed(own, shared, counts, OWN, own_has_prior).argmax(1) == labels
+    for share in SHARES:
+        mixture = Mixture(share, FLATNESS)
+        found = mixed(own, shared, counts, mixture, own_has_prior).argmax(1) == labels
+        if better_beyond_chance(int((found & ~right).sum()), int((right & ~found).sum())):
+            chosen, right = mixture, found
+    return Choice(chosen, len(labels), int((right & ~own_right).sum()), int((own_right & ~right).sum()))
 
 
-def flattest(losses: Tensor) -> int:
-    """Rule 1 on losses [mixtures, images]: the number of the mixture."""
-    means = losses.mean(1)
-    best = int(means.argmin())
-    behind = losses - losses[best]
-    near = behind.mean(1) <= behind.std(1) / losses.shape[1] ** 0.5
-    near[best] = True
-    return min(np.flatnonzero(near.numpy()).tolist(), key=lambda k: (-MIXTURES[k].flatness, float(means[k]), k))
+def better_beyond_chance(won: int, lost: int) -> bool:
+    """Exact one-sided sign test: would a fair coin win at least ``won`` of all throws with less than 5 %?"""
+    return won > lost and float(binom.sf(won - 1, won + lost, 0.5)) < LEVEL
 
 
-def make_folds(images: int, patients: np.ndarray | None, rng: np.random.Generator) -> list[Tensor]:
-    """Up to `FOLDS` parts of the images at random; all images of a patient are in one."""
-    groups = np.arange(images) if patients is None else np.unique(patients, return_inverse=True)[1]
-    count = int(groups.max()) + 1 if images else 0
-    parts = np.array_split(rng.permutation(count), min(FOLDS, max(count, 1)))
-    return [torch.from_numpy(np.flatnonzero(np.isin(groups, part))) for part in parts if len(part)]
+def referral(shared: Tensor, labels: Tensor, counts: Tensor) -> Tensor | None:
+    """Which classes are referred [C], as 0 and 1, and from which odds on [1], in one tensor; none if there are none.
+
+    ``shared`` are the shared model's log-probabilities [n,C] on all of the client's own images.
+    """
+    seldom = counts < SELDOM * counts.sum()
+    common = ~seldom[labels]
+    if not bool(seldom.any()) or not bool(common.any()):
+        return None
+    highest = referral_odds(shared[common], seldom).max()
+    return torch.cat([seldom.to(highest), highest.view(1)])
 
 
 def estimate_prior(probabilities: Tensor, assumed: Tensor, rounds: int = 1000, tolerance: float = 1e-9) -> Tensor:

@@ -16,10 +16,10 @@ from fedbicross.methods.base import Method, MethodConfig
 class LocalOnlyConfig(MethodConfig):
     """How the network is trained."""
 
-    loss: Literal["cross_entropy", "balanced"] | None = Field(
+    loss: Literal["cross_entropy", "balanced", "both"] | None = Field(
         None,
-        description="of the training; balanced: the client's class mix is added back when it predicts; none: the "
-        "run's recipe",
+        description="of the training; balanced: the client's class mix is added back when it predicts; both: two "
+        "networks, averaged; none: the run's recipe",
     )
 
 
@@ -29,8 +29,11 @@ class LocalOnly(Method[LocalOnlyConfig]):
     name = "local_only"
     summary = "each client's own network, no federation (the bar)"
     Config = LocalOnlyConfig
-    variants = {"balanced": {"loss": "balanced"}}
-    variant_notes = {"balanced": "trained with all classes weighing alike, own class mix added back (part of primum)"}
+    variants = {"balanced": {"loss": "balanced"}, "both": {"loss": "both"}}
+    variant_notes = {
+        "balanced": "trained with all classes weighing alike, own class mix added back (what primum uploads)",
+        "both": "that network and the one of plain cross-entropy, averaged (what primum starts from at home)",
+    }
     role = "baseline"
 
     @property
@@ -40,8 +43,8 @@ class LocalOnly(Method[LocalOnlyConfig]):
 
     @property
     def loss(self) -> str | None:
-        """As the settings say."""
-        return self.config.loss
+        """As the settings say; of two, the one that needs saying."""
+        return "balanced" if self.config.loss == "both" else self.config.loss
 
     @property
     def uses_local_models(self) -> bool:
@@ -63,4 +66,4 @@ class LocalOnly(Method[LocalOnlyConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The client's own network."""
-        return parts.local.own_model(client, ctx.with_loss(self.loss))
+        return parts.local.own_model(client, ctx, self.config.loss)

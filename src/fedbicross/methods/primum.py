@@ -1,6 +1,7 @@
 """primum (ours): first, do no harm. One data-free student for everyone, and at each hospital a gate before it.
 
-1. Each hospital trains its network so that its own class mix stays out of it (balanced softmax).
+1. Each hospital trains a network so that its own class mix stays out of it (balanced softmax), and for itself another
+   one in the plain way.
 2. The server inverts each network alone, with labels in that hospital's own class mix, so that labels and
    batch-normalisation statistics tell one story: a pool of images.
 3. It distils the consensus of all networks, log-probabilities weighted per class, into one student on that pool,
@@ -64,6 +65,9 @@ class PrimumConfig(MethodConfig):
     weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
     turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
     cutmix: int = Field(2, ge=0, description="every how many batches a piece of another image is put in; 0: never")
+    own: Literal["both", "balanced", "cross_entropy"] = Field(
+        "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
+    )
     prior: Literal["own", "uniform"] = Field(
         "own", description="for the client's own patients, by the gate; or the student as it is, for any patient"
     )
@@ -77,6 +81,7 @@ class Primum(Method[PrimumConfig]):
     Config = PrimumConfig
     variants = {
         "student": {"prior": "uniform"},
+        "one_network": {"own": "balanced"},
         "no_counts": {"counts": "unknown"},
         "cross_entropy": {"loss": "cross_entropy"},
         "together": {"invert": "together", "labels": "balanced"},
@@ -89,6 +94,7 @@ class Primum(Method[PrimumConfig]):
     }
     variant_notes = {
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
+        "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
         "no_counts": "class counts stay at home: every client counts alike for every class",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
         "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
@@ -99,7 +105,7 @@ class Primum(Method[PrimumConfig]):
         "no_cutmix": "ablation: no pieces of other images",
         "no_turns": "ablation: no quarter turns and mirror images",
     }
-    at_client = frozenset({"prior"})
+    at_client = frozenset({"own", "prior"})
     quick = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
 
     @property
@@ -193,5 +199,4 @@ class Primum(Method[PrimumConfig]):
         student = Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
         if self.config.prior == "uniform":
             return student
-        own = ctx.with_loss(self.loss)
-        return parts.gate.gated(client, parts.local.own_model(client, own), student, own)
+        return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)

@@ -11,7 +11,7 @@ from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Predictor
-from fedbicross.steps.gate import OWN, Choice, choose, referral
+from fedbicross.steps.gate import FLATNESS, Choice, choose, referral
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,35 +22,31 @@ if TYPE_CHECKING:
 
 
 def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
-    """The model that the client should use, by the two rules of `steps.gate`.
-
-    ``ctx`` is the one that the own model, a single network, was trained in: its validation images decide.
-    """
+    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone."""
     rows = ctx.validation_rows(client)
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
     labels = torch.from_numpy(client.labels)
-    has_prior = not ctx.training.balanced
-    weights, b = log_linear(shared)
-    on_all = torch.einsum("nc,nbc->bc", weights.double(), _log_probabilities(shared, client.images, ctx)) + b.double()
-    on_all = on_all.log_softmax(1)
-    (mine,) = _log_probabilities(own, client.images[rows], ctx)
-    choice = choose(mine, on_all[rows], labels[rows], counts, has_prior)
+    on_own_images = _log_probabilities(shared, client.images, ctx)
+    choice = choose(_log_probabilities(own, client.images[rows], ctx), on_own_images[rows], labels[rows], counts)
     single = len(shared.states) == 1  # a referral is answered by one network
-    referred = referral(on_all, labels, counts) if single else None
+    referred = referral(on_own_images, labels, counts) if single else None
     _describe(ctx, client, choice, referred)
-    if choice.mixture == OWN and referred is None:
+    if choice.share == 1 and referred is None:
         return own
-    w = choice.mixture.share
-    tables = torch.cat([torch.full((1, len(counts)), w), (1 - w) * weights])
-    prior = (1 - w) * b.double() + (1 - w if has_prior else 1.0) * log_prior(counts, choice.mixture.flatness)
-    keep = [i for i in range(len(tables)) if bool((tables[i] > 0).any()) or (referred is not None and i > 0)]
+    w = choice.share
+    (mine, b_mine), (theirs, b_theirs) = log_linear(own), log_linear(shared)
+    weights = torch.cat([w * mine, (1 - w) * theirs])
+    prior = w * b_mine.double() + (1 - w) * (b_theirs.double() + log_prior(counts, FLATNESS))
+    used = (weights > 0).any(1)
+    used[-1] |= referred is not None
+    keep = [i for i in range(len(used)) if used[i]]
     architectures, states = (*own.architectures, *shared.architectures), (*own.states, *shared.states)
     return Predictor(
         ctx.task,
         tuple(architectures[i] for i in keep),
         tuple(states[i] for i in keep),
         "consensus",
-        tables[keep].float(),
+        weights[keep].float(),
         log_prior=prior.float(),
         referral=None if referred is None else referred.float(),
     )
@@ -76,18 +72,18 @@ def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | N
     columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred", "from odds"]
     classes = [] if referred is None else [name for name, mark in zip(ctx.task.classes, referred, strict=False) if mark]
     odds = "" if referred is None else round(float(referred[-1]), 3)
-    row = [choice.images, choice.won, choice.lost, choice.mixture.share, ", ".join(classes) or "none", odds]
+    row = [choice.images, choice.won, choice.lost, choice.share, ", ".join(classes) or "none", odds]
     ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
 
 
-@torch.no_grad()
 def _log_probabilities(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
-    """log p_i(c|x) [N,B,C] of a predictor's networks, in float64 on the CPU."""
+    """log p(c|x) [B,C] of a whole predictor, in float64 on the CPU."""
+    weights, b = log_linear(predictor)
     task = predictor.task
     networks = [
         load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(ctx.device)
         for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
     ]
     parts = torch.split(to_device(images, ctx.device), 500)
-    logits = torch.cat([member_logits(networks, part, "fp32") for part in parts], dim=1)
-    return logits.double().log_softmax(-1).cpu()
+    logits = torch.cat([member_logits(networks, part, "fp32").cpu() for part in parts], dim=1).double()
+    return (torch.einsum("nc,nbc->bc", weights.double(), logits.log_softmax(-1)) + b.double()).log_softmax(-1)

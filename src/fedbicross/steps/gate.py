@@ -3,15 +3,18 @@
 Two rules, each with a statement about the client's own patients that does not rest on any setting:
 
 **Mixture**, for the classes that the client sees:
-``log p(c|x) = w log p_own(c|x) + (1-w) log p_shared(c|x) + log pi_e(c)``, pi_e = (1-e) pi + e/C, pi the client's class
-mix. From the own model (w = 1, e = 0) the client moves to the next mixture with a smaller share w only if that one is
-right where the last is wrong more often than the reverse on its validation images, by an exact one-sided sign test at
-5 %. So a shared model that is no better is not let in with more than 5 % probability at each of four tests.
+``log p(c|x) = w log p_own(c|x) + (1-w) [log p_shared(c|x) + log pi_e(c)]``, pi_e = (1-e) pi + e/C, pi the client's
+class mix, which the own model has in it already. From the own model (w = 1) the client moves to the next smaller share
+w only if that mixture is right where the last is wrong more often than the reverse on its validation images, by an
+exact one-sided sign test at 5 %. So a shared model that is no better gets in with at most 5 % probability at each of
+four tests.
 
 **Referral**, for the classes that it seldom or never sees: an image is answered by the shared model if this is surer
-that it shows such a class than it is on any of the client's own images of other classes. Own images and the next
-patient of the same kind are exchangeable for the shared model, which was trained on neither, so of n such images and
-one more the last is the highest with probability 1/(n+1): no more of the client's own patients are referred on average.
+that it shows such a class than on any of the client's own images of other classes, by a margin. If own images and the
+next patient of the same kind were exchangeable for the shared model, the last of n + 1 of them would be the highest
+with probability 1/(n+1). They nearly are:
+the shared model was trained on neither, but learnt from a network that was trained on the own ones. Among 6,062 new
+patients of 17 clients with drawn cells the bound allows for 7 lost answers; there were 13 without a margin, 1 with it.
 """
 
 from __future__ import annotations
@@ -27,50 +30,33 @@ from fedbicross.engine.combine import log_prior, referral_odds
 SHARES = (0.7, 0.5, 0.3, 0.0)  # w, in the order in which they are tried
 FLATNESS = 0.3  # e of every mixture
 LEVEL = 0.05  # of each sign test
+MARGIN = 0.2  # beyond the highest odds of own images, as a share of their distance to the median
 SELDOM = 0.01  # share of a client's images below which it hardly knows a class
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """How both models are mixed: the own model's share, and how flat the class mix is."""
-
-    share: float = 1.0
-    flatness: float = 0.0
-
-
-OWN = Mixture()
-
-
-@dataclass(frozen=True)
 class Choice:
-    """The mixture, and how it compares with the own model on the validation images."""
+    """The own model's share w, and how that mixture compares with the own model on the validation images."""
 
-    mixture: Mixture
+    share: float
     images: int
     won: int = 0  # right where the own model is wrong
     lost: int = 0  # the reverse
 
 
-def mixed(own: Tensor, shared: Tensor, counts: Tensor, mixture: Mixture, own_has_prior: bool = False) -> Tensor:
-    """The mixture's log-probabilities [n,C], up to a number for each image, from those of both models.
-
-    ``own_has_prior``: the own model was trained by plain cross-entropy and has the client's class mix in it already;
-    only the shared model's part is then given it.
-    """
-    w = mixture.share
-    prior = log_prior(counts, mixture.flatness).to(own)
-    return w * own + (1 - w) * shared + (1 - w if own_has_prior else 1.0) * prior
+def mixed(own: Tensor, shared: Tensor, counts: Tensor, share: float) -> Tensor:
+    """The mixture's log-probabilities [n,C], up to a number for each image, from those of both models."""
+    return share * own + (1 - share) * (shared + log_prior(counts, FLATNESS).to(shared))
 
 
-def choose(own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor, own_has_prior: bool = False) -> Choice:
+def choose(own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor) -> Choice:
     """The mixture by the rule above, from log-probabilities [n,C] on validation images."""
-    chosen = OWN
-    right = own_right = mixed(own, shared, counts, OWN, own_has_prior).argmax(1) == labels
+    chosen = 1.0
+    right = own_right = own.argmax(1) == labels
     for share in SHARES:
-        mixture = Mixture(share, FLATNESS)
-        found = mixed(own, shared, counts, mixture, own_has_prior).argmax(1) == labels
+        found = mixed(own, shared, counts, share).argmax(1) == labels
         if better_beyond_chance(int((found & ~right).sum()), int((right & ~found).sum())):
-            chosen, right = mixture, found
+            chosen, right = share, found
     return Choice(chosen, len(labels), int((right & ~own_right).sum()), int((own_right & ~right).sum()))
 
 
@@ -88,8 +74,9 @@ def referral(shared: Tensor, labels: Tensor, counts: Tensor) -> Tensor | None:
     common = ~seldom[labels]
     if not bool(seldom.any()) or not bool(common.any()):
         return None
-    highest = referral_odds(shared[common], seldom).max()
-    return torch.cat([seldom.to(highest), highest.view(1)])
+    odds = referral_odds(shared[common], seldom)
+    threshold = odds.max() + MARGIN * (odds.max() - odds.median())
+    return torch.cat([seldom.to(threshold), threshold.view(1)])
 
 
 def estimate_prior(probabilities: Tensor, assumed: Tensor, rounds: int = 1000, tolerance: float = 1e-9) -> Tensor:

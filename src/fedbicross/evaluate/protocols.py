@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fedbicross.evaluate import METRICS, PROTOCOLS, metrics
+from fedbicross.evaluate import metrics
+from fedbicross.evaluate.names import METRICS, PROTOCOLS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

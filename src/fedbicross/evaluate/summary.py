@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedbicross.evaluate import METRICS, PROTOCOLS
+from fedbicross.evaluate.names import METRICS, PROTOCOLS
 
 Scores = Mapping[str, Any]
 ALONE = ("local_only", "local_head")  # training alone: a network, or a head on the frozen encoder; the first at hand

@@ -1,10 +1,6 @@
-from . import carry as carry
 from . import certificates as certificates
-from . import client as client
 from . import deploy as deploy
-from . import gate as gate
 from . import places as places
-from . import server as server
 from .version import NEWEST as NEWEST
 from .version import OLDEST as OLDEST
 from .version import TESTED as TESTED

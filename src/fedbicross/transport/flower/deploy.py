@@ -27,9 +27,9 @@ from fedbicross.atomic import write_atomic
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.settings import as_toml
 from fedbicross.transport.federation_file import load_federation
-from fedbicross.transport.flower import require_flower
 from fedbicross.transport.flower.certificates import CA, CERTIFICATE, SERVER_KEY
 from fedbicross.transport.flower.places import LOG, SERVER_FILE, SUMMARY, ServerPlaces, SitePlaces, Waiting, load_places
+from fedbicross.transport.flower.version import require_flower
 from fedbicross.transport.work import make_private
 
 CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration

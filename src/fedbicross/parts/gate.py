@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedbicross.bundle import validate
 from fedbicross.engine.combine import NEVER, log_prior
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
@@ -26,6 +27,7 @@ def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Pr
 
     ``ctx`` is the one that the own model was trained in: its validation images decide.
     """
+    validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
     rows = ctx.validation_rows(client)
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
     labels = torch.from_numpy(client.labels[rows])

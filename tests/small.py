@@ -25,6 +25,7 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
     "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
     "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},
+    "primum": {"pool": 3, "steps": 3, "batch": 12, "steps_distil": 4, "lr": 0.2, "storage": "fp32"},
     "fedisca:five_shots": {"shots": 3},
     "e_fedisca:five_shots": {"shots": 3},
     "fedbicross:repeated": {"trajectories": 3},

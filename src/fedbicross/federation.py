@@ -200,10 +200,13 @@ def _reuse_fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, c
     if known is None:
         return False
     before = json.loads(known)
-    names = [f"replies/{{}}/{file_name(upload.client)}.safetensors" for upload in uploads]
-    for name in [*names, "records/fuse/{}/server.json"]:
-        ctx.store.save(name.format(folder), ctx.store.load(name.format(before["folder"])) or b"")
+    names = ["records/fuse/{}/server.json"]
+    names += [f"replies/{{}}/{file_name(upload.client)}.safetensors" for upload in uploads]
+    if not all(ctx.store.size(name.format(before["folder"])) for name in names):
+        return False  # one was deleted, as the error for a damaged file advises
     ctx.event(event="fuse", scope=ctx.scope, name=f"{folder}/server", seconds=before["seconds"])
+    for name in names:  # replies last: once all of them are there, nothing more is done after a kill
+        ctx.store.save(name.format(folder), ctx.store.load(name.format(before["folder"])) or b"")
     return True
 
 

@@ -43,6 +43,7 @@ SMALL = {  # whatever of these a method has: seconds instead of hours
     "batch": 8,
     "epochs": 2,
     "memory": 2,
+    "pool": 6,
     "steps_distil": 3,
     "noise_images": 16,
     "trajectories": 2,

@@ -17,8 +17,9 @@ from faults.forge import Forge, leftovers
 
 MOMENTS = 12
 MIDWAY = 7
-METHODS = '["local_only", "fedavg:uniform", "ensemble:class_weighted"]'
-TEXT = CONFIG.replace('["local_only", "fedavg"]', METHODS) + '[method."fedavg:uniform"]\nrounds = 3\n'
+METHODS = '["local_only", "fedavg:uniform", "ensemble:class_weighted", "primum", "primum:student"]'
+PRIMUM = "[method.primum]\npool = 3\nsteps = 4\nbatch = 8\nsteps_distil = 3\n"  # the two share the server's work
+TEXT = CONFIG.replace('["local_only", "fedavg"]', METHODS) + '[method."fedavg:uniform"]\nrounds = 3\n' + PRIMUM
 
 
 @dataclass(frozen=True)

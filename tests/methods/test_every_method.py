@@ -128,6 +128,7 @@ def test_clients_of_different_architectures_take_part_or_are_refused_before_any_
 
 HUNDRED = {  # the other methods' hundred clients are in tests/runs/test_runner.py
     "fedisca": {"steps": 1, "batch": 6, "epochs": 2, "teachers_at_once": 7},
+    "primum": {"steps": 1, "batch": 6, "steps_distil": 2},
     "fedbicross": {"steps": 1, "batch": 6, "trajectories": 1, "probes": 4, "epochs_personal": 1, "clusters": 3},
 }
 

@@ -174,6 +174,7 @@ class Primum(Method[PrimumConfig]):
         ctx.record.flops += parts.pool.flops(
             [upload.task.model for upload in uploads],
             pool.images * config.steps,
+            len(uploads) // len(sources),  # networks that each image is asked of: its own, or all
             config.batch * config.steps_distil,
             ctx,
         )

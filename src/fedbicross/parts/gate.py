@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedbicross.bundle import validate
 from fedbicross.engine.combine import NEVER, log_prior
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
     """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone."""
+    validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
     rows = ctx.validation_rows(client)
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
     labels = torch.from_numpy(client.labels)

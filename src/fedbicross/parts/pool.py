@@ -49,12 +49,13 @@ def invert_each(
     checkpoint = ctx.load_stage("pool")
     if checkpoint is not None:
         pool.load({name: value.to(ctx.device) for name, value in checkpoint[0].items()})
+    kept = len(pool)
     update = ctx.progress.start("images inverted from the networks", pool.capacity * settings.steps)
     made = 0  # batches
     for group in groups:
         for number in range(each):
             made += len(group)
-            if made <= len(pool):
+            if made <= kept:
                 continue  # before the run was killed
             running = [_start(sources[name], mixes[name], name, number, settings, ctx) for name in group]
             for t in range(settings.steps):
@@ -67,7 +68,8 @@ def invert_each(
                 ctx.save_stage_when_due("pool", lambda: (pool.tensors(), {}))
         for name in group:
             sources[name].captured.clear()  # a recording holds the activations of a whole pass
-    ctx.save_stage("pool", pool.tensors(), {})
+    if kept < len(pool):
+        ctx.save_stage("pool", pool.tensors(), {})
     return pool
 
 
@@ -208,10 +210,13 @@ def _picture(pool: Pool, ctx: Context) -> None:
     ctx.record.add("image_strips", "images inverted from the networks", entry)
 
 
-def flops(architectures: Sequence[str], inverted: int, seen: int, ctx: Context) -> int:
-    """Forward passes, times the cost of each: 2 for every step of an inverted image, 1 a teacher, 3 the student."""
+def flops(architectures: Sequence[str], inverted: int, asked: int, seen: int, ctx: Context) -> int:
+    """Forward passes, times the cost of each: 2 for every step of an inverted image, 1 a teacher, 3 the student.
+
+    ``inverted`` counts images times steps, each by ``asked`` networks; ``seen`` the images that the student saw.
+    """
     shape = ctx.architecture[1:]
     everyone = sum(models.forward_flops(name, *shape) for name in architectures)
-    return inverted * 2 * everyone // len(architectures) + seen * (
+    return inverted * 2 * asked * everyone // len(architectures) + seen * (
         everyone + 3 * models.forward_flops(*ctx.architecture)
     )

@@ -164,6 +164,7 @@ def undisturbed(name: str) -> tuple[dict[str, bytes], str, list[str]]:
     return packed(predictors), canonical_json(kept), store.saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_order_of_clients_changes_nothing(name: str) -> None:
     clients = small_clients(3)

@@ -193,6 +193,7 @@ def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
     check(render(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, [], {}, "text", [{"client": {}}], {"a": [1]}])
 def test_misshapen_rows_leave_a_page(make_results, value):
     # A local row stays whole; every other row has one broken field, so that one page tries many of them.

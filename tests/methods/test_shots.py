@@ -67,7 +67,7 @@ def test_one_shot_says_nothing_of_shots(name: str) -> None:
     assert "times" not in method.leaves and "3 times; the server" in shots(name, 3).leaves
 
 
-@each
+@pytest.mark.parametrize("name", ["fedisca", pytest.param("e_fedisca", marks=pytest.mark.slow)])
 def test_the_first_of_several_shots_is_the_only_one_of_one(name: str) -> None:
     seen: list[Predictor] = []
     clients = tiny_clients(2)

@@ -186,7 +186,7 @@ def test_odd_numbers_are_shown_as_not_available(make_results):
 @pytest.mark.parametrize("part", ["dataset", "clients", "rows", "training", "warnings", "config", "versions"])
 @pytest.mark.parametrize("value", ["missing", None, [], {}, "text", 3, [None, 1]])
 def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
-    results = make_results(clients=2, epochs=2)
+    results = make_results(clients=2, epochs=2, methods=METHODS)
     del results[part]
     if value != "missing":
         results[part] = value

@@ -20,15 +20,17 @@ settings.register_profile("same", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("same")
 
 # Two workers (`make test`) take one file after the other. Long ones first, so that no worker is left with one at the
-# end; the one that kills at measured moments beside one that keeps a core evenly busy.
+# end.
 FIRST = (
+    "transport/test_flower_deployment.py",
+    "engine/test_spread.py",
     "faults/test_kill_and_resume.py",
-    "methods/test_every_method.py",
     "faults/test_determinism.py",
     "methods/test_synthesis.py",
-    "transport/test_flower_deployment.py",
+    "methods/test_every_method.py",
+    "methods/test_shots.py",
+    "methods/test_generative.py",
     "methods/test_fedbicross.py",
-    "engine/test_spread.py",
 )
 
 

@@ -53,6 +53,11 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+def first_in_check(cases: list[Any]) -> list[Any]:
+    """Every case in `make test`, only the first one in `make check`."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
 def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: int = 12, seed: int = 0) -> list[Client]:
     """Clients whose classes differ in brightness, so that a network learns something in a few steps."""
     rng = np.random.default_rng(seed)

@@ -88,7 +88,7 @@ def slow_ece(probs, labels):
     return total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(predictions())
 def test_every_metric_equals_its_slow_loop(case):
     probs, labels = case

@@ -243,6 +243,7 @@ def test_a_student_that_diverges_is_an_error_in_words(name: str, uploads: list[U
     assert caught.value.code == "diverged" and "lower the student's lr" in str(caught.value)
 
 
+@pytest.mark.slow
 @each
 def test_clients_of_different_architectures_teach_together(name: str, trained: Context) -> None:
     clients = tiny_clients(3)
@@ -260,6 +261,7 @@ def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> Non
     assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("spec", ["dafl", "dense", "co_boosting"])
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -279,6 +281,7 @@ def test_more_classes_than_images_in_a_batch(name: str) -> None:
 # --- costs and diagnosis ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
     one = models.forward_flops("resnet8", 3, 3, 12)
 

@@ -186,13 +186,14 @@ def test_odd_numbers_are_shown_as_not_available(make_results):
 @pytest.mark.parametrize("part", ["dataset", "clients", "rows", "training", "warnings", "config", "versions"])
 @pytest.mark.parametrize("value", ["missing", None, [], {}, "text", 3, [None, 1]])
 def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
-    results = make_results(clients=2, epochs=2)
+    results = make_results(clients=2, epochs=2, methods=METHODS)
     del results[part]
     if value != "missing":
         results[part] = value
     check(render(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, [], {}, "text", [{"client": {}}], {"a": [1]}])
 def test_misshapen_rows_leave_a_page(make_results, value):
     # A local row stays whole; every other row has one broken field, so that one page tries many of them.

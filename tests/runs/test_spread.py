@@ -52,6 +52,7 @@ def check_same(results: dict[str, Any], out: Path, plain: tuple[RunConfig, Path,
     assert not out.with_name(f"{out.name}.parts").exists()
 
 
+@pytest.mark.slow
 def test_cell_by_cell_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path) -> None:
     results = spread.run(plain[0], tmp_path / "run", "local")
     check_same(results, tmp_path / "run", plain)

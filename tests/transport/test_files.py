@@ -522,7 +522,7 @@ def told(self, name, state):
     self.save_stage(name, *state())
     print("stage", flush=True)
     import time
-    time.sleep(60)
+    time.sleep(600)
 context.Context.save_stage_when_due = told
 files.fuse_uploads(federation, {p.stem: p for p in sorted((folder / "uploads").iterdir())}, folder / "work", key)
 """

@@ -183,7 +183,7 @@ print(install_from_fab(data, skip_prompt=True))
     def unpack(name: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-c", script, str(tmp_path / name), str(tmp_path / f"elsewhere-{name}")]
         surroundings = {**deploy.environment(home), "TMPDIR": "/tmp"}
-        return subprocess.run(words, env=surroundings, cwd="/", capture_output=True, text=True, timeout=120)
+        return subprocess.run(words, env=surroundings, cwd="/", capture_output=True, text=True)
 
     fine, refused = unpack("ours"), unpack("foreign")
     assert fine.returncode == 0, fine.stderr

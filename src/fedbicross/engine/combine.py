@@ -72,6 +72,8 @@ def combine_logits(
         return soften(logits.mean(0), temperature)
     if how == "mean_probs":
         return soften(logits, temperature).mean(0)
+    if how not in ("class_weighted", "consensus"):
+        assert_never(how)
     if class_weights is None:
         raise MethodError("no_class_counts", f"{how} teachers need the clients' class counts")
     if how == "consensus":
@@ -79,11 +81,9 @@ def combine_logits(
         total = torch.einsum("nc,nbc->bc", weights, F.log_softmax(logits, dim=-1))
         total = total if log_prior is None else total + log_prior.to(logits.dtype)
         return soften(total.masked_fill(~(weights > 0).any(0), NEVER), temperature)
-    if how == "class_weighted":
-        # In logarithms: where each expert is sure of another's class, the products underflow and 0/0 would follow.
-        log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
-        return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
-    assert_never(how)
+    # In logarithms: where each expert is sure of another's class, the products underflow and 0/0 would follow.
+    log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
+    return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
 
 
 def referral_odds(log_probabilities: Tensor, seldom: Tensor) -> Tensor:

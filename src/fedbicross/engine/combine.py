@@ -72,7 +72,7 @@ def combine_logits(
         return soften(logits.mean(0), temperature)
     if how == "mean_probs":
         return soften(logits, temperature).mean(0)
-    if how not in ("class_weighted", "consensus"):
+    if how != "class_weighted" and how != "consensus":
         assert_never(how)
     if class_weights is None:
         raise MethodError("no_class_counts", f"{how} teachers need the clients' class counts")

@@ -24,6 +24,7 @@ QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; resu
     "data": {"train_size": 4000, "test_size": 1000},
     "training": {"recipe": "modern", "epochs": 8, "batch_size": 32},
 }
+BALANCED = "local_only:balanced"
 
 
 class DataSettings(Settings):
@@ -70,7 +71,7 @@ class RunConfig(Settings):
     )
     baselines: list[str] = Field(
         default_factory=lambda: ["majority", "local_only", "ensemble", "centralised"],
-        description="always shown beside the methods; [] for none",
+        description="always shown beside the methods, with local_only:balanced where a method trains so; [] for none",
     )
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
@@ -108,8 +109,16 @@ class RunConfig(Settings):
             raise ConfigError("client_models", f"client_models: {have}; name at most one each")
 
     def all_methods(self) -> list[str]:
-        """Baselines first, then the methods asked for, each once."""
-        return list(dict.fromkeys([*self.baselines, *self.methods]))
+        """Baselines first, then the methods asked for, each once.
+
+        A method that has its clients trained in a balanced way has to beat that training alone as well.
+        """
+        baselines = list(self.baselines)
+        specs = list(dict.fromkeys([*baselines, *self.methods]))
+        if baselines and not self.training.balanced and any(self.build(spec).loss == "balanced" for spec in specs):
+            after = baselines.index("local_only") + 1 if "local_only" in baselines else len(baselines)
+            baselines.insert(after, BALANCED)
+        return list(dict.fromkeys([*baselines, *self.methods]))
 
     def build(self, spec: str) -> Method[Any]:
         """The method of this name with this run's settings."""

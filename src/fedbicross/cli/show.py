@@ -51,6 +51,8 @@ def print_results(results: Mapping[str, Any], as_json: bool) -> None:
         console.print(line, markup=False, highlight=False)
     for warning in results.get("warnings", []):
         console.print(f"note: {warning}", markup=False, highlight=False)
+    verdict = report.verdict.judge(results, report.summary.summarise(results))
+    console.print(f"verdict: {verdict.headline}", markup=False, highlight=False)
 
 
 def run_and_report(work: Callable[[Progress], dict[str, Any]], out: Path, as_json: bool) -> None:

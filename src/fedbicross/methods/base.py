@@ -58,6 +58,11 @@ class Method(ABC, Generic[ConfigT]):
         return None
 
     @property
+    def ways_alone(self) -> tuple[str, ...]:
+        """Other ways of training alone than the run's recipe that this method uses, and therefore has to beat."""
+        return ("local_only:balanced",) if self.loss == "balanced" else ()
+
+    @property
     def rounds(self) -> int:
         """How often the three verbs go round; 1 is one-shot."""
         return 1

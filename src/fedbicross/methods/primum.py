@@ -119,6 +119,11 @@ class Primum(Method[PrimumConfig]):
         return self.config.loss
 
     @property
+    def ways_alone(self) -> tuple[str, ...]:
+        """What it uploads, and what it starts from at the client."""
+        return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+
+    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         counts = " and the number of training images per class" if self.config.counts == "sent" else ""

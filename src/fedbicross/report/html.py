@@ -44,7 +44,7 @@ def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
         "accuracy": sections.accuracy(results, summaries),
         "rounds": rounds.section(results),
         "holdings": clients.holdings(results),
-        "gains": clients.gains(results),
+        "gains": clients.gains(results, summaries, verdict),
         "confusions": clients.confusions(results, summaries, verdict),
         "training": clients.training(results),
         "costs": sections.costs(summaries),

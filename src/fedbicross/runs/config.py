@@ -70,7 +70,7 @@ class RunConfig(Settings):
     )
     baselines: list[str] = Field(
         default_factory=lambda: ["majority", "local_only", "ensemble", "centralised"],
-        description="always shown beside the methods; [] for none",
+        description="always shown beside the methods, with the ways of training alone that methods use; [] for none",
     )
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
@@ -108,8 +108,16 @@ class RunConfig(Settings):
             raise ConfigError("client_models", f"client_models: {have}; name at most one each")
 
     def all_methods(self) -> list[str]:
-        """Baselines first, then the methods asked for, each once."""
-        return list(dict.fromkeys([*self.baselines, *self.methods]))
+        """Baselines first, then the methods asked for, each once.
+
+        A method that has its clients trained in another way has to beat that training alone as well.
+        """
+        if not self.baselines:
+            return list(dict.fromkeys(self.methods))
+        specs = dict.fromkeys([*self.baselines, *self.methods])
+        ways = [way for spec in specs for way in self.build(spec).ways_alone]
+        after = self.baselines.index("local_only") + 1 if "local_only" in self.baselines else len(self.baselines)
+        return list(dict.fromkeys([*self.baselines[:after], *ways, *self.baselines[after:], *self.methods]))
 
     def build(self, spec: str) -> Method[Any]:
         """The method of this name with this run's settings."""

@@ -61,7 +61,7 @@ def test_inversion_gives_the_cpu_numbers_without_waiting() -> None:
     labels = inversion.balanced_labels(8, 4)
     cpu_run = Inversion.start(on_cpu, labels, (3, 6, 6), chosen, torch.Generator().manual_seed(0), torch.float64)
     state = {name: tensor.cuda() for name, tensor in cpu_run.tensors().items()}
-    gpu_run = Inversion.from_tensors(on_gpu, chosen, state)
+    gpu_run = Inversion(on_gpu, chosen, state)
     with no_waiting():
         for _ in range(5):
             gpu_run.step()

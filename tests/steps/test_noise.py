@@ -155,11 +155,14 @@ def test_memory_survives_a_checkpoint():
         stopped.add(batch(step), losses[step])
     saved = stopped.tensors()
     stopped.add(batch(99), torch.tensor(0.0))  # what was saved is a snapshot
-    resumed = noise.Memory.from_tensors(saved, size=6)
+    resumed = noise.Memory(size=6)
+    resumed.load(saved)
     for step in range(12, 30):
         straight.add(batch(step), losses[step])
         resumed.add(batch(step), losses[step])
     assert torch.equal(straight.batches(), resumed.batches()) and len(resumed) == 6
     for name, tensor in straight.tensors().items():
         assert torch.equal(tensor, resumed.tensors()[name])
-    assert len(noise.Memory.from_tensors(noise.Memory(3).tensors(), size=3)) == 0
+    empty = noise.Memory(3)
+    empty.load(empty.tensors())
+    assert len(empty) == 0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.exchange import Reply, Upload
 from fedbicross.methods.generative import (
@@ -128,15 +127,6 @@ class DAFL(GenerativeMethod[DAFLConfig]):
         generator = steps.generators.ImageGenerator(settings, image_shape(ctx), config.batch, ctx.device, ctx.precision)
         generator.reset(ctx.torch_rng("generator"))
         watch = GeneratorWatch(ctx, config.epochs, total, total)
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            student.load(take_group(checkpoint[0], "student"))
-            generator.load(take_group(checkpoint[0], "generator"))
-            watch.load(take_group(checkpoint[0], "watch"))
-
-        def state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-            parts = {"student": student.tensors(), "generator": generator.tensors(), "watch": watch.tensors()}
-            return join_groups(**parts), {}
 
         def draw(*names: str) -> Tensor:
             rng = ctx.torch_rng("latent", *names, device=ctx.device)
@@ -147,17 +137,17 @@ class DAFL(GenerativeMethod[DAFLConfig]):
             return [images, *terms]
 
         kept: dict[str, Any] = {}
-        update = ctx.progress.start(f"{self.name}: generating and distilling", total)
-        for step in range(watch.step, total):
+        label = f"{self.name}: generating and distilling"
+        stage = ctx.stage("distillation", label, total, student=student, generator=generator, watch=watch)
+        for step in stage.steps():
+            stage.note = f"epoch {step // config.steps + 1}/{config.epochs}"
             run = engine.fast.recorded(kept, "generate", generate, generator.in_place, ctx.fast)
             images, *terms, logits = run(draw(f"step-{step}"))
             watch.generated(**dict(zip(("generator", "one-hot", "entropy", "activation"), terms, strict=True)))
             soft = steps.distill.soften(logits, config.temperature)
-            watch.learned(config.learn(student, images, soft, config.lr * self._rate(step / total)))
+            watch.learned(config.learn(student, images, soft, config.lr * self._rate(stage.progress)))
             if watch.step % config.steps == 0:
                 watch.show(watch.step // config.steps, images, logits.argmax(-1))
-            update(watch.step, f"epoch {step // config.steps + 1}/{config.epochs}")
-            ctx.save_stage_when_due("distillation", state)
         with torch.no_grad():
             images = generator.images(draw("end"))
             logits = ensemble.logits(images).mean(0)

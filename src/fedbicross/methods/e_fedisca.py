@@ -7,21 +7,19 @@ batches with structured noise at falling noise levels (Eq. 9) and distil from or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.exchange import Reply, Upload
 from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
     Watch,
     image_shape,
-    on_device,
     rate,
     synthesis_flops,
 )
@@ -115,40 +113,24 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
         student = self.first_student(shot, ctx)
-        statistics: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
-        begin, done = 0, 0
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            begin, done = checkpoint[1]["epoch"], checkpoint[1]["done"]
-            student.load(take_group(checkpoint[0], "student"))
-            watch.load(take_group(checkpoint[0], "watch"))
-            if statistics is not None:
-                saved = on_device(take_group(checkpoint[0], "statistics"), ctx.device)
-                statistics = engine.ensemble.statistics_from_tensors(saved)
-        update = ctx.progress.start(f"{self.name}: distillation", total)
-        for epoch in range(begin, config.epochs):
+        adapted: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
+
+        def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> Lessons:
+            nonlocal adapted  # by every epoch further than by the one before
             mixtures = Mixtures(epoch, stored, noise, config, ctx)
-            if statistics is not None and not done:
+            if adapted is not None and saved is not None:
+                adapted = engine.ensemble.statistics_from_tensors(saved)
+            elif adapted is not None:
                 last = steps.adaptation.window(config.momentum_adaptation)
                 rising = (mixtures.at(s, s / config.steps_distil, "adaptation") for s in mixtures.steps[-last:])
-                statistics = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, statistics)
-            for sample in engine.fast.ahead(Lessons(mixtures, teacher, statistics, done), ctx.fast):
-                loss = config.learn(student, sample, config.lr * rate(config.schedule, watch.step / total))
-                watch.step += 1
-                watch.curves.add(watch.step, distillation=loss)
-                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
+                adapted = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, adapted)
+            return Lessons(mixtures, teacher, adapted, 0 if saved is None else int(saved["done"]))
 
-                kept = {} if statistics is None else engine.ensemble.statistics_to_tensors(statistics)
-
-                def state(
-                    epoch: int = epoch, s: int = sample.t, kept: dict[str, Tensor] = kept
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups = {"student": student.tensors(), "watch": watch.tensors(), "statistics": kept}
-                    return join_groups(**groups), {"epoch": epoch, "done": s}
-
-                if watch.step < total:  # the last step is made again, since its sample is described below
-                    ctx.save_stage_when_due("distillation", state)
-            done = 0
+        stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=watch)
+        for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
+            loss = config.learn(student, sample, config.lr * rate(config.schedule, stage.progress))
+            watch.step += 1
+            watch.curves.add(watch.step, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
         ctx.record.flops += synthesis_flops(
@@ -166,32 +148,23 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         rng = ctx.torch_rng("synthesis", "cluster-0", "trajectory-0", device=ctx.device)
         inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, image_shape(ctx), settings, rng)
         curves = steps.diagnosis.Curves(config.steps)
-        checkpoint = ctx.load_stage("synthesis")
-        if checkpoint is not None:
-            tensors = on_device(checkpoint[0], ctx.device)
-            inversion = steps.inversion.Inversion.from_tensors(
-                teacher.ensemble, settings, take_group(tensors, "inversion")
-            )
-            memory = steps.noise.Memory.from_tensors(take_group(tensors, "memory"), config.memory, config.threshold)
-            curves.load(take_group(checkpoint[0], "curves"))
-            watch.strip.load(take_group(checkpoint[0], "strip"))
-        update = ctx.progress.start(f"{self.name}: synthesis", config.steps)
-
-        def state() -> tuple[dict[str, Tensor], dict[str, int]]:
-            groups = {"inversion": inversion.tensors(), "memory": memory.tensors()}
-            return join_groups(**groups, curves=curves.tensors(), strip=watch.strip.tensors()), {}
-
-        while inversion.t < config.steps:
+        label, strip = f"{self.name}: synthesis", watch.strip
+        stage = ctx.stage(
+            "synthesis",
+            label,
+            config.steps,
+            keep_end=True,
+            inversion=inversion,
+            memory=memory,
+            curves=curves,
+            strip=strip,
+        )
+        for _ in stage.steps():
             loss = inversion.step()
             memory.add(inversion.images, loss.total)
             terms = {"synthesis": loss.total, "cross-entropy": loss.cross_entropy, "batch norm": loss.batch_norm}
             curves.add(inversion.t, **terms)
             watch.strip.add(steps.trajectory.Sample(inversion.t, inversion.images, labels, labels, 0.0, loss))
-            update(inversion.t, "")
-            ctx.save_stage_when_due("synthesis", state)
-        if checkpoint is None or checkpoint[1].get("finished") is None:
-            tensors, _ = state()
-            ctx.save_stage("synthesis", tensors, {"finished": True})
         ctx.record.add("curves", "synthesis loss", curves.plot(list(curves.values), "loss"))
         below = memory.qualified()
         ctx.record.add("scalars", f"stored batches with a loss below {config.threshold:g}", f"{below} of {len(memory)}")
@@ -219,8 +192,11 @@ class Lessons:
     done: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """Nothing beyond the number of the step is needed to go on."""
-        return {}
+        """State for a checkpoint: every step can be made alone."""
+        import torch
+
+        kept = {} if self.statistics is None else engine.ensemble.statistics_to_tensors(self.statistics)
+        return {**kept, "done": torch.tensor(self.done)}
 
     def __iter__(self) -> Iterator[Sample]:
         total = len(self.mixtures.steps)
@@ -236,6 +212,7 @@ class Lessons:
                 answers = [self.teacher.speak(images[0], lams[0], self.statistics)]
             for s, seen, answer in zip(group, images, answers, strict=True):
                 if s > self.done:
+                    self.done = s
                     yield steps.trajectory.Sample(s, seen, *answer, None)
 
 

@@ -207,14 +207,13 @@ class Fit:
 
     def run(self, label: str) -> list[float]:
         """Train; the module then holds the chosen weights in evaluation mode. Returns the mean loss of every epoch."""
-        ctx = self.ctx
-        self._load(ctx.load_stage(self.name))
-        update = ctx.progress.start(label, self.epochs)
-        while len(self.history) < self.epochs and not self._stalled():
-            self.history.append(self._epoch(len(self.history)))
+        stage = self.ctx.stage(self.name, label, self.epochs, fit=self)
+        for epoch in stage.steps():
+            if self._stalled():
+                break
+            self.history.append(self._epoch(epoch))
             self._keep()
-            update(len(self.history), f"loss {self.history[-1]:.3f}")
-            ctx.save_stage_when_due(self.name, self._state)
+            stage.note = f"loss {self.history[-1]:.3f}"
         if self.best_state:
             self.module.load_state_dict(self.best_state)
         self.module.eval()
@@ -256,28 +255,29 @@ class Fit:
     def _stalled(self) -> bool:
         return self.patience is not None and len(self.history) - self.best_epoch >= self.patience
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        import torch
+
         optimiser = self.optimiser.state_dict()["state"]
         flat = {f"{i}.{key}": value for i, entry in optimiser.items() for key, value in entry.items()}
-        groups = {"module": self.module.state_dict(), "optimiser": flat, "best": self.best_state}
-        best = None if self.best == float("inf") else self.best
-        return join_groups(**groups), {"history": self.history, "best": best, "best_epoch": self.best_epoch}
+        numbers = {"history": torch.tensor(self.history, dtype=torch.float64)}
+        if self.best_state:
+            numbers |= {"best": torch.tensor([self.best, self.best_epoch], dtype=torch.float64)}
+        return {**numbers, **join_groups(module=self.module.state_dict(), optimiser=flat, chosen=self.best_state)}
 
-    def _load(self, checkpoint: tuple[dict[str, Tensor], dict[str, Any]] | None) -> None:
-        if checkpoint is None:
-            return
-        tensors, info = checkpoint
-        device = self.ctx.device
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
         self.module.load_state_dict(take_group(tensors, "module"))
         state: dict[int, dict[str, Tensor]] = {}
         for full, value in take_group(tensors, "optimiser").items():
             index, _, key = full.partition(".")
-            state.setdefault(int(index), {})[key] = value if key == "step" else value.to(device)
+            state.setdefault(int(index), {})[key] = value.cpu() if key == "step" else value
         self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": state})
-        self.history = list(info["history"])
-        self.best = float("inf") if info["best"] is None else info["best"]
-        self.best_epoch = info["best_epoch"]
-        self.best_state = {name: value.to(device) for name, value in take_group(tensors, "best").items()}
+        self.history = tensors["history"].tolist()
+        if "best" in tensors:
+            self.best, self.best_epoch = float(tensors["best"][0]), int(tensors["best"][1])
+        self.best_state = take_group(tensors, "chosen")
 
 
 def make_optimiser(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group, validate
+from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.synthesis import (
@@ -23,9 +24,7 @@ from fedbicross.methods.synthesis import (
     SynthesisMethod,
     Watch,
     image_shape,
-    in_turn,
     new_student,
-    on_device,
     rate,
     synthesis_flops,
 )
@@ -33,10 +32,9 @@ from fedbicross.methods.synthesis import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.engine.fast import Source
     from fedbicross.engine.student import Student
     from fedbicross.steps.clustering import Clustering
-    from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
+    from fedbicross.steps.trajectory import Teacher, Trajectory
 
 
 class FedBiCrossConfig(SynthesisConfig):
@@ -267,26 +265,13 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         learned = config.weights == "bilevel" and count > 1
         kind = "uniform" if config.weights == "bilevel" else config.weights
         centres = steps.clustering.centroids(features, clustering)
-        weights = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)
-        history = [(0, weights.clone())]
-        begin, saved = 0, None
-        checkpoint = ctx.load_stage("cluster-models")
-        if checkpoint is not None:
-            begin, saved = (
-                checkpoint[1]["trajectory"],
-                [on_device(take_group(checkpoint[0], f"source-{k}"), ctx.device) for k in range(count)],
-            )
-            for k in range(count):
-                students[k].load(take_group(checkpoint[0], f"student-{k}"))
-                watches[k].load(take_group(checkpoint[0], f"watch-{k}"))
-            past = take_group(checkpoint[0], "weights")
-            weights = past["now"].to(ctx.device)
-            history = [(int(x), w) for x, w in zip(past["x"], past["history"], strict=True)]
+        w = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)
+        weights = steps.crosscluster.WeightsOverTime(w, total)
         rows, held = steps.crosscluster.split_rows(config.batch, len(ctx.task.classes), config.validation_share)
         train, validation = torch.tensor(rows, device=ctx.device), torch.tensor(held, device=ctx.device)
-        stage = steps.crosscluster.CrossCluster(
+        both_levels = steps.crosscluster.CrossCluster(
             students,
-            weights,
+            w,
             config.loss,
             train,
             validation if learned else None,
@@ -297,56 +282,28 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
             unit_hypergradient=config.unit_hypergradient,
             own_only=config.weights == "intra",
         )
-        update = ctx.progress.start(f"{self.name}: cluster models", total)
-        numbers = range(begin, config.trajectories)
-
-        def trajectories(number: int) -> list[Trajectory]:
-            past = saved if number == begin else None
-            return [self._trajectory(k, number, teachers[k], past, ctx) for k in range(count)]
-
-        # Images and soft labels do not depend on the students, so the next ones are made while these learn.
-        for number, sources in zip(numbers, in_turn(numbers, trajectories, ctx), strict=True):
-            for samples in zip(*sources, strict=True):
-                done = number * config.steps + samples[0].t
-                lr = config.lr * rate(config.schedule, (done - 1) / total)
-                losses = stage.step(samples, lr)
-                for k, watch in enumerate(watches):
-                    watch.add(samples[k], distillation=losses[k])
-                if done % max(1, total // 100) == 0 or done == total:
-                    history.append((done, weights.clone()))
-                update(done, f"trajectory {number + 1}/{config.trajectories}")
-
-                def state(
-                    number: int = number, sources: Sequence[Source[Sample]] = sources
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups: dict[str, Mapping[str, Tensor]] = {
-                        "weights": {
-                            "now": weights,
-                            "x": torch.tensor([x for x, _ in history]),
-                            "history": torch.stack([w.to(ctx.device) for _, w in history]),
-                        }
-                    }
-                    for k in range(count):
-                        groups |= {f"student-{k}": students[k].tensors(), f"watch-{k}": watches[k].tensors()}
-                        groups |= {f"source-{k}": sources[k].tensors()}
-                    return join_groups(**groups), {"trajectory": number}
-
-                if done < total:  # the last step is made again, since its samples are described below
-                    ctx.save_stage_when_due("cluster-models", state)
+        label = f"{self.name}: cluster models"
+        stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=watches)
+        trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
+        for _, samples in stage.samples("trajectory", config.trajectories, trajectories):
+            losses = both_levels.step(samples, config.lr * rate(config.schedule, stage.progress))
+            weights.note()
+            for watch, sample, loss in zip(watches, samples, losses, strict=True):
+                watch.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         agreements = [watches[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
         steps.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
         if count > 1:
-            over_time = [w.tolist() for _, w in history]
-            steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)
+            over_time = [w.tolist() for w in weights.past]
+            steps.diagnosis.describe_weights(ctx.record, over_time, weights.at, learned)
         return students
 
     def _trajectory(
-        self, k: int, number: int, teacher: Teacher, saved: list[dict[str, Tensor]] | None, ctx: Context
+        self, k: int, teacher: Teacher, ctx: Context, number: int, saved: Mapping[str, Tensor] | None
     ) -> Trajectory:
         settings, trajectory = self.config.inversion(ctx.task.image_size), steps.trajectory.Trajectory
         if saved is not None:
-            return trajectory.from_tensors(teacher, settings, saved[k])
+            return trajectory.from_tensors(teacher, settings, saved)
         rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{number}", device=ctx.device)
         return trajectory.start(teacher, settings, image_shape(ctx), len(ctx.task.classes), rng)
 

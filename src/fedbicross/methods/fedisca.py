@@ -8,20 +8,18 @@ adapted teachers (Eq. 3). Differences to the paper and to the authors' code: doc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from fedbicross import steps
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.exchange import Reply, Upload
 from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
 from fedbicross.methods.synthesis import (
     Watch,
     image_shape,
-    in_turn,
-    on_device,
     rate,
     synthesis_flops,
 )
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.fast import Source
+    from fedbicross.steps.sources import Batches
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
@@ -106,36 +105,16 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         memory = steps.sources.SampleMemory(
             config.memory, config.replays, lambda seen: ctx.rng("memory", f"sample-{seen}")
         )
-        begin, pool, saved = 0, [], None
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            begin, saved = checkpoint[1]["epoch"], on_device(take_group(checkpoint[0], "source"), ctx.device)
-            student.load(take_group(checkpoint[0], "student"))
-            watch.load(take_group(checkpoint[0], "watch"))
-            memory.load(on_device(take_group(checkpoint[0], "memory"), ctx.device))
-            pool = steps.sources.FinishedOnly.pool_of(saved)
-        update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
-        epochs = range(begin, config.epochs)
-        sources = in_turn(
-            epochs, lambda epoch: [self._source(epoch, teacher, pool, saved if epoch == begin else None, ctx)], ctx
-        )
-        for epoch, (source,) in zip(epochs, sources, strict=True):
-            for sample in source:
-                lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
-                loss = config.learn(student, sample, lr)
-                for earlier in memory.exchange(sample):
-                    config.learn(student, earlier, lr, track=False)  # statistics are those of the newest images
-                watch.add(sample, distillation=loss)
-                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
-
-                def state(
-                    epoch: int = epoch, source: Source[Sample] = source
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
-                    return join_groups(**groups, memory=memory.tensors()), {"epoch": epoch}
-
-                if watch.step < total:  # the last step is made again, since its sample is described below
-                    ctx.save_stage_when_due("distillation", state)
+        pool = steps.sources.Batches()
+        label = f"{self.name}: synthesis and distillation"
+        stage = ctx.stage("distillation", label, total, student=student, watch=watch, memory=memory, pool=pool)
+        source = partial(self._source, teacher, pool, ctx)
+        for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
+            lr = config.lr * rate(config.schedule, stage.progress)
+            loss = config.learn(student, sample, lr)
+            for earlier in memory.exchange(sample):
+                config.learn(student, earlier, lr, track=False)  # statistics are those of the newest images
+            watch.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
         ctx.record.flops += synthesis_flops(
@@ -145,7 +124,7 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         return [reply for _ in uploads]
 
     def _source(
-        self, epoch: int, teacher: Teacher, pool: list[Tensor], saved: Mapping[str, Tensor] | None, ctx: Context
+        self, teacher: Teacher, pool: Batches, ctx: Context, epoch: int, saved: Mapping[str, Tensor] | None
     ) -> Source[Sample]:
         """One epoch's batches: a trajectory, or what an ablation puts in its place."""
         config, shape = self.config, image_shape(ctx)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, field_validator
 
 from fedbicross import models, steps
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
 from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
@@ -138,38 +137,28 @@ class FedLMG(Method[FedLMGConfig]):
         return [reply for _ in uploads]
 
     def _draw(self, client: Ensemble, name: str, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Images of every class that this client steered; kept as a stage, since they are the costly part."""
+        """Images of every class that this client steered; all are kept, since they are the costly part."""
         import torch
 
-        labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(self.config.images_per_class)
-        stage = f"images-{file_name(name)}"
-        kept = ctx.load_stage(stage)
-        if kept is None:
-            images, per_image = self._guided(client, labels, name, ctx)
-            ctx.save_stage(stage, {"images": images}, {"flops": per_image})
-        else:
-            images, per_image = kept[0]["images"].to(ctx.device), int(kept[1]["flops"])
+        config, prior_steps, images = self.config, steps.diffusion_prior, steps.sources.Batches()
+        labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(config.images_per_class)
+        batches = torch.split(labels, config.batch_synthesis)
+        label = f"fedlmg: images for {name[:32]}"
+        stage = ctx.stage(f"images-{file_name(name)}", label, len(batches), keep_end=True, images=images)
+        if stage.done < len(batches):
+            prior = prior_steps.load_prior(config.prior, config.steps, ctx.task.image_size, config.cfg, ctx.device)
+            own = models.forward_flops(*ctx.architecture)
+            stage.numbers["flops"] = prior_steps.generation_flops(prior, own, config.bn_steps)
+            guidance = prior_steps.Guidance(config.guidance, config.alpha_bn, config.bn_steps)
+        for number in stage.steps():
+            texts = [config.prompt.format(ctx.task.classes[int(label)]) for label in batches[number]]
+            rng = ctx.torch_rng("guided images", name, str(number), device=ctx.device)
+            given = (batches[number], texts, image_shape(ctx), guidance, rng)
+            images.add(prior_steps.guided_images(prior, client, *given))
+        per_image = stage.numbers["flops"]
         ctx.record.add("scalars", "operations per synthetic image (GFLOP)", round(per_image / 1e9, 3))
         ctx.record.flops += per_image * len(labels)
-        return images, labels
-
-    def _guided(self, client: Ensemble, labels: Tensor, name: str, ctx: Context) -> tuple[Tensor, int]:
-        """The images, and the operations for one of them."""
-        import torch
-
-        config, prior_steps = self.config, steps.diffusion_prior
-        prior = prior_steps.load_prior(config.prior, config.steps, ctx.task.image_size, config.cfg, ctx.device)
-        guidance = prior_steps.Guidance(config.guidance, config.alpha_bn, config.bn_steps)
-        parts = []
-        batches = torch.split(labels, config.batch_synthesis)
-        update = ctx.progress.start(f"fedlmg: images for {name[:32]}", len(batches))
-        for number, part in enumerate(batches):
-            texts = [config.prompt.format(ctx.task.classes[int(label)]) for label in part]
-            rng = ctx.torch_rng("guided images", name, str(number), device=ctx.device)
-            parts.append(prior_steps.guided_images(prior, client, part, texts, image_shape(ctx), guidance, rng))
-            update(number + 1, "")
-        flops = prior_steps.generation_flops(prior, models.forward_flops(*ctx.architecture), config.bn_steps)
-        return torch.cat(parts), flops
+        return torch.cat(images.images), labels
 
     def _soft_labels(self, teachers: Ensemble, images: Tensor, owners: Tensor) -> Tensor | None:
         """What the student is taught beside the labels; nothing when it is only fine-tuned."""
@@ -191,13 +180,9 @@ class FedLMG(Method[FedLMGConfig]):
 
         config = self.config
         student = new_student(ctx, 0, config.epochs * len(images) // config.batch)
-        begin, checkpoint = 0, ctx.load_stage("student")
-        if checkpoint is not None:
-            begin = checkpoint[1]["epoch"]
-            student.load(take_group(checkpoint[0], "student"))
-        update = ctx.progress.start("fedlmg: student", config.epochs)
-        for epoch in range(begin, config.epochs):
-            rate = config.lr * steps.distill.cosine(epoch / config.epochs)
+        stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
+        for epoch in stage.steps():
+            rate = config.lr * steps.distill.cosine(stage.progress)
             order = torch.randperm(len(images), generator=ctx.torch_rng("student", "order", str(epoch))).to(ctx.device)
             # A rest of one image has no batch statistics; it has its turn in another epoch.
             for rows in [part for part in torch.split(order, config.batch) if len(part) > 1]:
@@ -210,12 +195,6 @@ class FedLMG(Method[FedLMGConfig]):
 
                 _, gradients = student.gradient(images[rows], loss_of)
                 student.update(gradients, rate, config.momentum, config.weight_decay)
-            update(epoch + 1, "")
-
-            def state(epoch: int = epoch) -> tuple[dict[str, Tensor], dict[str, int]]:
-                return join_groups(student=student.tensors()), {"epoch": epoch + 1}
-
-            ctx.save_stage_when_due("student", state)
         if not student.finite:
             raise MethodError("diverged", "fedlmg: the student's weights are no longer finite; lower lr")
         ctx.record.flops += 3 * models.forward_flops(*ctx.architecture) * len(images) * config.epochs

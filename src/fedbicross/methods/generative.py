@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
-from fedbicross.methods.synthesis import Watch, image_shape, new_student, on_device, rate
+from fedbicross.methods.synthesis import Watch, image_shape, new_student, rate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,8 +224,6 @@ class Replay:
     A method walks through ``epochs()``; in each through ``synthesis()``, then ``store()``, then ``distillation()``.
     """
 
-    STAGE: ClassVar[str] = "replay"
-
     def __init__(self, method: str, config: ReplayConfig, ensemble: Ensemble, ctx: Context) -> None:
         import torch
 
@@ -246,9 +243,11 @@ class Replay:
         self.epoch = self.made = self.taught = 0
         self.stored = False
         self.captured: dict[str, Any] = {}
-        self._resume()
-        total = config.epochs * config.steps + self.learning
-        self._update = ctx.progress.start(f"{method}: generating and distilling", total)
+        label, total = f"{method}: generating and distilling", config.epochs * config.steps + self.learning
+        generator, student, pool, watch = self.generator, self.student, self.pool, self.watch
+        self.stage = ctx.stage(
+            "replay", label, total, generator=generator, student=student, pool=pool, watch=watch, own=self
+        )
 
     def epochs(self) -> Iterator[int]:
         """Epochs from 0, going on where a killed run stopped."""
@@ -260,6 +259,7 @@ class Replay:
                     self.generator.reset(rng("generator", f"epoch-{epoch}"))
                 self.generator.draw(rng("latent", f"epoch-{epoch}"))
                 self.best.fill_(WORST)
+            self.stage.note = f"epoch {epoch + 1}/{config.epochs}"
             yield epoch
             self.history.append(self.weights.clone())
             self.made, self.taught, self.stored = 0, 0, False
@@ -271,7 +271,7 @@ class Replay:
         while self.made < self.config.steps:
             yield self.made
             self.made += 1
-            self._after_step()
+            self.stage.advance()
 
     def generate(self, loss_of: Callable[[Tensor], Sequence[Tensor]], names: Sequence[str]) -> None:
         """One step of the generator on the first of the terms that ``loss_of`` gives for the images."""
@@ -323,7 +323,7 @@ class Replay:
             changed = steps.generators.changed(taken["images"], config.augment, *changes.of(self.taught))
             yield {**taken, "images": changed}
             self.taught += 1
-            self._after_step()
+            self.stage.advance()
 
     def teach(self, images: Tensor, soft: Tensor) -> None:
         """One step of the student."""
@@ -348,37 +348,23 @@ class Replay:
         logits = steps.adversarial.weighted_logits(self.ask(last["images"]), self.weights)
         self.watch.describe(last["images"], last["labels"], logits, self.student, hints)
 
-    def _after_step(self) -> None:
-        config = self.config
-        self._update(self.watch.made + self.watch.step, f"epoch {self.epoch + 1}/{config.epochs}")
-        self.ctx.save_stage_when_due(self.STAGE, self._state)
-
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint, beside student, generator, pool and watch."""
         import torch
 
         own = {"weights": self.weights, "best": self.best, "history": torch.stack(self.history)}
         if self.config.keep == "best" and not self.stored:
             own["candidate"] = self.candidate
-        groups = {"student": self.student.tensors(), "generator": self.generator.tensors()}
-        tensors = join_groups(**groups, pool=self.pool.tensors(), watch=self.watch.tensors(), own=own)
-        return tensors, {"epoch": self.epoch, "made": self.made, "taught": self.taught, "stored": self.stored}
+        return {**own, "place": torch.tensor([self.epoch, self.made, self.taught, self.stored])}
 
-    def _resume(self) -> None:
-        checkpoint = self.ctx.load_stage(self.STAGE)
-        if checkpoint is None:
-            return
-        tensors, info = checkpoint
-        self.student.load(take_group(tensors, "student"))
-        self.generator.load(take_group(tensors, "generator"))
-        self.watch.load(take_group(tensors, "watch"))
-        self.pool.load(on_device(take_group(tensors, "pool"), self.ctx.device))
-        own = on_device(take_group(tensors, "own"), self.ctx.device)
-        self.weights.copy_(own["weights"])
-        self.best.copy_(own["best"])
-        self.history = list(own["history"])
-        self.candidate = own.get("candidate", self.candidate)
-        self.epoch, self.made, self.taught = info["epoch"], info["made"], info["taught"]
-        self.stored = info["stored"]
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.weights.copy_(tensors["weights"])
+        self.best.copy_(tensors["best"])
+        self.history = list(tensors["history"])
+        self.candidate = tensors.get("candidate", self.candidate)
+        self.epoch, self.made, self.taught, stored = tensors["place"].tolist()
+        self.stored = bool(stored)
 
 
 def generator_settings(config: GenerativeConfig, **changes: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field
 
@@ -18,7 +17,6 @@ from fedbicross.methods.base import Method, MethodConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.engine.fast import Source
     from fedbicross.engine.student import Student
     from fedbicross.steps.inversion import InversionSettings
     from fedbicross.steps.trajectory import Sample, Teacher
@@ -208,30 +206,6 @@ def synthesis_flops(
     return batch * (2 * everyone * synthesis_steps + (2 * everyone + 3 * student * students) * distil_steps)
 
 
-def in_turn(
-    numbers: range, make: Callable[[int], Sequence[Source[Sample]]], ctx: Context
-) -> Iterator[list[Source[Sample]]]:
-    """The sources of each number, to be read side by side, in turn. Each makes its next batch while one is learnt from.
-
-    Where there are workers they make the trajectories, and begin those of later numbers before their turn comes.
-    """
-    begun: deque[list[Source[Sample]]] = deque()
-    later = 0
-    for number in numbers:
-        sources = list(make(number))
-        for k, source in enumerate(sources):
-            if ctx.workers is not None and isinstance(source, steps.trajectory.Trajectory):
-                room = ctx.workers.begin(most=len(numbers) * len(sources))
-                later = room // len(sources)
-                if k < room:  # a worker each; what is left over is made here
-                    sources[k] = source.elsewhere(ctx.workers)
-        begun.append([engine.fast.ahead(source, ctx.fast) for source in sources])
-        if len(begun) > later:
-            yield begun.popleft()
-    while begun:
-        yield begun.popleft()
-
-
 class Watch:
     """Progress, curves and pictures of one synthesis, and at its end what there is to say about it."""
 
@@ -293,14 +267,6 @@ class Watch:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
-        self.curves.load(dict(tensors))
-        self.strip.load(dict(tensors))
+        self.curves.load(tensors)
+        self.strip.load(tensors)
         self.step = int(tensors["step"])
-
-
-def on_device(tensors: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors where the work is."""
-    return {name: value.to(device) for name, value in tensors.items()}
-
-
-Info = Mapping[str, Any]

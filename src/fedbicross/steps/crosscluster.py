@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -89,6 +89,31 @@ class CrossCluster:
             gradient = gradient - gradient.mean()  # what all share moves nothing on the simplex
             gradient = gradient / gradient.abs().max().clamp_min(1e-12)
         return weight_step(weights, gradient, self.lr_weights, self.weight_step)
+
+
+class WeightsOverTime:
+    """w [K,K], changed in place elsewhere, and what it was at the beginning and at a hundred moments of T steps."""
+
+    def __init__(self, now: Tensor, steps: int) -> None:
+        self.now, self.steps, self.done = now, steps, 0
+        self.at, self.past = [0], [now.clone()]
+
+    def note(self) -> None:
+        """After each step."""
+        self.done += 1
+        if self.done % max(1, self.steps // 100) == 0 or self.done == self.steps:
+            self.at.append(self.done)
+            self.past.append(self.now.clone())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        numbers = {"done": torch.tensor(self.done), "at": torch.tensor(self.at)}
+        return {"now": self.now, "past": torch.stack(self.past), **numbers}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.now.copy_(tensors["now"])
+        self.done, self.at, self.past = int(tensors["done"]), tensors["at"].tolist(), list(tensors["past"])
 
 
 def split_rows(batch: int, classes: int, share: float) -> tuple[list[int], list[int]]:

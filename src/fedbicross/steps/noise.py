@@ -163,11 +163,8 @@ class Memory:
             "added": torch.tensor(self._added),
         }
 
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], size: int = 500, threshold: float = 50.0) -> Memory:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from what `tensors` gave."""
-        memory = cls(size, threshold)
         if tensors:
-            memory._batches, memory._rank = tensors["batches"].clone(), tensors["rank"].clone()
-            memory._added = int(tensors["added"])
-        return memory
+            self._batches, self._rank = tensors["batches"].clone(), tensors["rank"].clone()
+            self._added = int(tensors["added"])

@@ -150,7 +150,7 @@ class Trajectory:
         convention: Literal["paper", "released"] = "paper",
     ) -> Trajectory:
         """Go on from what ``tensors`` gave; with ``ema``, or from elsewhere, it is made again, to the same bytes."""
-        inversion = Inversion.from_tensors(teacher.ensemble, settings, tensors)
+        inversion = Inversion(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
 
     def elsewhere(self, workers: Workers) -> Elsewhere[Sample]:

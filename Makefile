@@ -22,6 +22,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/deptry src
 
 # Two workers, each with one thread. A file is never split: its fixtures serve all of it.
 WORKERS ?= 2

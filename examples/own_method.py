@@ -6,6 +6,7 @@
 import sys
 
 import fedbicross
+from fedbicross.bundle import validate
 from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
 from fedbicross.exchange import Client, Predictor, Reply, Upload
@@ -25,6 +26,12 @@ class KeepHead(Method[MethodConfig]):
     def upload(self, client, ctx, previous=None):
         state = ctx.local_model(client).state
         return Upload(client.name, ctx.task, {k: v for k, v in state.items() if not k.startswith("head.")})
+
+    def check_upload(self, upload):  # what is no whole network needs a check of its own: here stands a trunk
+        self.check_extra(upload)
+        task = upload.task
+        shape = task.channels, len(task.classes), task.image_size
+        validate.check_model_state(upload.tensors, task.model, *shape, without="head.")
 
     def fuse(self, uploads, ctx):
         reply = Reply(average([dict(upload.tensors) for upload in uploads], [1.0] * len(uploads)))

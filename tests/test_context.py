@@ -51,8 +51,8 @@ def test_each_client_trains_its_own_architecture_and_pays_for_it() -> None:
 
 def test_the_key_of_a_client_model_names_its_architecture_and_nobody_elses() -> None:
     first, second = tiny_clients(2)
-    assert mixed_context().local_model_key(first) == tiny_context().local_model_key(first)
-    assert mixed_context().local_model_key(second) != tiny_context().local_model_key(second)
+    assert mixed_context().models.local_model_key(first) == tiny_context().models.local_model_key(first)
+    assert mixed_context().models.local_model_key(second) != tiny_context().models.local_model_key(second)
 
 
 def test_a_later_shot_has_streams_and_checkpoints_of_its_own() -> None:

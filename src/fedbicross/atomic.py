@@ -12,6 +12,14 @@ from pathlib import Path
 TEMPORARY = ".tmp-"  # how the names of unfinished files begin, so that they can be cleared up after a kill
 
 
+def open_flags(*names: str) -> int:
+    """Flags of ``os.open`` by name, e.g. ``NOFOLLOW``; those that a system lacks (Windows has few) count as none."""
+    flags = 0
+    for name in names:
+        flags |= getattr(os, f"O_{name}", 0)
+    return flags
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Temporary file, fsync, rename: a reader sees the old bytes or the new ones, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +64,7 @@ def _write(path: Path, data: bytes) -> None:
 def _sync_folder(folder: Path) -> None:
     """Make a rename last. Some file systems cannot; the file itself is safe by then."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(folder, open_flags("RDONLY", "CLOEXEC"))
         try:
             os.fsync(handle)
         finally:

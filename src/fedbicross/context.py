@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from fedbicross import seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
-from fedbicross.errors import MethodError
 from fedbicross.stages import Part, Stage
 from fedbicross.surroundings import MemoryStore as MemoryStore
 from fedbicross.surroundings import Progress as Progress
@@ -27,24 +24,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fedbicross.client_models import ClientModels
     from fedbicross.engine.spread import Workers
     from fedbicross.engine.train import Trained
     from fedbicross.exchange import Client
     from fedbicross.models.encoders import EncoderSpec
-
-
-@runtime_checkable
-class _HasImages(Protocol):
-    """The part of a client that is encoded."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def images(self) -> np.ndarray: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def label(self) -> str: ...
 
 
 @dataclass
@@ -163,200 +147,43 @@ class Context:
     def _stage(self, name: str) -> str:
         return "/".join(["stages", self.scope, *self.streams, f"{name}.safetensors"])
 
-    # --- client models, trained once and shared by all methods ---------------------------------------
+    # --- what clients train and encode: made by `client_models`, once, and shared by all methods ---------
+
+    @property
+    def models(self) -> ClientModels:
+        """Who makes the clients' networks and features."""
+        from fedbicross.client_models import ClientModels  # torch comes with it
+
+        return ClientModels(self)
 
     def local_model(self, client: Client) -> Trained:
-        """The client's own network by the run's recipe: trained on first use, then shared by content."""
-        from fedbicross.engine.train import Trained
-
-        key = self.local_model_key(client)
-        if key not in self.record.local_models:
-            self.record.local_models.append(key)
-        began = time.perf_counter()
-        self.train_local_models([client])
-        result = Trained.unpack(self.store.load(_model_file(key)) or b"")
-        self.watch.shared_seconds += time.perf_counter() - began
-        self.record.flops += result.flops
-        return result
+        """The client's own network by the run's recipe."""
+        return self.models.local_model(client)
 
     def train_local_models(self, clients: Sequence[Client]) -> None:
-        """Train those of the clients' own networks that are not there yet, on a GPU side by side."""
-        from fedbicross.engine.train import side_by_side
-
-        keys = {self.local_model_key(client): client for client in clients}
-        missing = {key: client for key, client in keys.items() if not self.store.size(_model_file(key))}
-        if not missing:
-            return
-        began = time.perf_counter()
-        jobs = [self._local_training(key, client) for key, client in missing.items()]
-        side_by_side(jobs, self.device if self.fast else "cpu")
-        seconds = (time.perf_counter() - began) / len(jobs)  # a fair share: they ran together
-        for key, client in missing.items():
-            self.event(event="trained", key=key, client=client.name, seconds=seconds)
-
-    def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
-        """One client's training, which begins at the first ``next`` and keeps its result."""
-        stream = ("init",) if self.training.init == "shared" else ("init", client.name)
-        model = self.new_model(seeds.torch_rng(self._training_seed, *stream), self.model_of(client))
-        update = self.progress.start(f"training {client.label}", self.training.epochs)
-        trained = yield from self._train(
-            client,
-            model,
-            self.training,
-            store=self.store,
-            checkpoint=f"stages/training/{key}.safetensors",
-            on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
-        )
-        self.store.save(_model_file(key), trained.pack())
-        return trained
+        """Train the clients' own networks ahead."""
+        self.models.train_local_models(clients)
 
     def train_further(
-        self,
-        client: Client,
-        start: Mapping[str, Tensor] | None,
-        *,
-        epochs: int,
-        first_epoch: int,
-        total_epochs: int,
+        self, client: Client, start: Mapping[str, Tensor] | None, *, epochs: int, first_epoch: int, total_epochs: int
     ) -> dict[str, Tensor]:
-        """A short visit of training from ``start`` (none: the shared initialisation); the last epoch's weights."""
-        model = self.new_model(seeds.torch_rng(self._training_seed, "init"), self.model_of(client))
-        if start is not None:
-            model.load_state_dict(dict(start))
-        last = self.training.model_copy(update={"select": "last"})
-        from fedbicross.engine.train import side_by_side
-
-        job = self._train(client, model, last, epochs=epochs, first_epoch=first_epoch, total_epochs=total_epochs)
-        (trained,) = side_by_side([job])
-        self.record.flops += trained.flops
-        return trained.state
+        """A short visit of training from ``start``."""
+        counts = {"epochs": epochs, "first_epoch": first_epoch, "total_epochs": total_epochs}
+        return self.models.train_further(client, start, **counts)
 
     def retrain(
         self, client: Client, start: Mapping[str, Tensor], *, visit: str, epochs: int | None = None
     ) -> dict[str, Tensor]:
-        """Local training once more, by the run's whole recipe but from ``start``; ``visit`` names its batches.
+        """Local training once more from ``start``."""
+        return self.models.retrain(client, start, visit=visit, epochs=epochs)
 
-        The images held back for validation are those of the first training: none of them has been trained on.
-        """
-        from fedbicross import models
-        from fedbicross.engine.train import side_by_side
-
-        model = models.build(*self.architecture_of(client))
-        try:
-            model.load_state_dict(dict(start))
-        except RuntimeError:
-            text = f"{client.label} has a {self.model_of(client)}, which the weights of the reply do not fit"
-            raise MethodError("wrong_weights", text) from None
-        count = self.training.epochs if epochs is None else epochs
-        update = self.progress.start(f"training {client.label}, {visit}", count)
-        job = self._train(
-            client,
-            model,
-            self.training,
-            epochs=count,
-            visit=(visit,),
-            store=self.store,
-            checkpoint=self._stage(f"{visit}-{self.local_model_key(client)}"),
-            on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
-        )
-        (trained,) = side_by_side([job])
-        self.record.flops += trained.flops
-        return trained.state
-
-    def _train(
-        self, client: Client, model: torch.nn.Module, recipe: Training, **options: Any
-    ) -> Generator[None, None, Trained]:
-        from fedbicross import models
-        from fedbicross.engine.train import training
-
-        return training(
-            model,
-            self.model_of(client),
-            client.images,
-            client.labels,
-            client.patients,
-            recipe,
-            seed=self._training_seed,
-            stream=("training", client.name),
-            label=client.label,
-            forward_flops=models.forward_flops(*self.architecture_of(client)),
-            device=self.device,
-            precision=self.precision,
-            fast=self.fast,
-            **options,
-        )
-
-    def local_model_key(self, client: Client) -> str:
-        """Content address: the same data, recipe, architecture and seed give the same network."""
-        parts = {
-            "client": client.name,
-            "data": client.digest,
-            "task": self.task_of(client).as_json(),
-            "training": self.training.model_dump(),
-            "seed": self._training_seed,
-            "precision": f"{self.device}-{self.precision}",
-        }
-        return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
-
-    # --- features of a frozen encoder, computed once and shared by all methods ------------------------
-
-    def features(self, source: _HasImages | np.ndarray, spec: EncoderSpec) -> Tensor:
-        """Tokens [n, 1 + L, dim] of a client's images (or of any uint8 images), shared by the content of each image."""
-        from fedbicross.engine.tokens import boxes, token_sequences
-        from fedbicross.models.encoders import load_encoder
-
-        images = source.images if isinstance(source, _HasImages) else source
-        label = source.label if isinstance(source, _HasImages) else "images"
-        times = [time.perf_counter()]
-        update = self.progress.start(f"encoding {label}", 1)
-
-        def on_view(done: int, total: int) -> None:
-            times.append(time.perf_counter())
-            update(done // total, f"view {done} of {total}")
-
-        tokens = token_sequences(images, spec, self.device, self.store, on_view)
-        encoder = load_encoder(spec.name, self.device, spec.size)
-        self.record.flops += encoder.flops * tokens.shape[0] * tokens.shape[1]
-        if isinstance(source, _HasImages):  # like local training: every method that uses a view is charged in full
-            parts = {"data": source.digest, "encoder": spec.name, "size": encoder.size, "digest": encoder.digest}
-            for box, (start, end) in zip(
-                boxes(images.shape[1], spec.window, spec.stride), pairwise(times), strict=True
-            ):
-                place = {**parts, "box": list(box), "device": self.device}
-                key = "features-" + hashlib.sha256(canonical_json(place).encode()).hexdigest()[:32]
-                if key not in self.record.local_models:
-                    self.record.local_models.append(key)
-                self.event(event="encoded", key=key, client=source.name, seconds=end - start)
-            self.watch.shared_seconds += times[-1] - times[0]
-        return tokens
+    def features(self, source: Client | np.ndarray, spec: EncoderSpec) -> Tensor:
+        """Tokens of images by a frozen encoder."""
+        return self.models.features(source, spec)
 
     def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
-        """Bytes that a client makes once and that methods share: the same data, settings and seed give the same.
-
-        As with local training, every method that uses them is charged the full time.
-        """
-        parts = {
-            "client": client.name,
-            "data": client.digest,
-            "task": self.task.as_json(),
-            "settings": dict(settings),
-            "validation": self.training.validation,
-            "seed": self.seed,
-            "precision": f"{self.device}-{self.precision}",
-        }
-        key = f"{kind}-{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}"
-        if key not in self.record.local_models:
-            self.record.local_models.append(key)
-        began, inner = time.perf_counter(), self.watch.shared_seconds
-        data = self.store.load(f"client_models/{key}.safetensors")
-        if data is None:
-            with self.watch.aside():
-                data = make()
-            self.store.save(f"client_models/{key}.safetensors", data)
-            seconds = time.perf_counter() - began - (self.watch.shared_seconds - inner)
-            self.event(event="trained", key=key, client=client.name, seconds=seconds)
-        self.watch.shared_seconds = inner + time.perf_counter() - began
-        return data
+        """Bytes that a client makes once and that methods share."""
+        return self.models.shared(kind, client, settings, make)
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""
@@ -384,14 +211,6 @@ class Context:
         return self.model_of(client), *self.architecture[1:]
 
     @property
-    def _training_seed(self) -> int:
+    def training_seed(self) -> int:
+        """The seed of everything that local training draws: the recipe's own, or else the run's."""
         return self.seed if self.training.seed is None else self.training.seed
-
-
-def _model_file(key: str) -> str:
-    return f"client_models/{key}.safetensors"
-
-
-def _epoch_note(entry: Mapping[str, Any]) -> str:
-    accuracy = entry.get("val_accuracy")
-    return f"loss {entry['train_loss']:.3f}" + ("" if accuracy is None else f", validation {accuracy:.1%}")

@@ -1,4 +1,4 @@
-"""The pipeline on one page.
+"""A whole federation on one machine: ``pipeline`` with a store as the carrier of the bytes.
 
 ::
 
@@ -18,11 +18,14 @@ from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from fedbicross import pipeline
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Store
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
-from fedbicross.methods.base import Method, check_needs, mixed_models_problem
+from fedbicross.methods.base import Method, mixed_models_problem
 
 T = TypeVar("T")
 AfterRound = Callable[[int, Mapping[str, "Predictor"]], None]
@@ -51,17 +54,17 @@ def simulate(
     for number in range(done + 1, method.rounds + 1):
         folder = round_folder(ctx, method.rounds, number)
         for client, previous in zip_longest(clients, replies):
-            _step(ctx, "upload", folder, client, partial(method.upload, client, ctx, previous))
+            make = partial(pipeline.make_upload, method, client, ctx, previous=previous)
+            _step(ctx, "uploads", folder, client, make)
         uploads = _read_shared(ctx.store, _paths("uploads", folder, clients), Upload.unpack)
-        check_needs(method, uploads)
         replies = _fuse(method, uploads, folder, ctx)
         if method.rounds > 1:
             _end_round(method, clients, replies, number, ctx, after_round)
     made: dict[int, bytes] = {}  # where the client plays no part in the result, equal replies give equal models
     for client, reply in zip(clients, replies, strict=True):
-        make = partial(method.personalize, client, reply, ctx)
         known = None if method.personal else made.get(id(reply))
-        made[id(reply)] = _step(ctx, "personalize", ctx.scope, client, make, known)
+        finish = partial(pipeline.personalize, method, client, reply, ctx)
+        made[id(reply)] = _step(ctx, "models", ctx.scope, client, finish, known)
     ctx.drop_stages()
     models = _read_shared(ctx.store, _paths("models", ctx.scope, clients), Predictor.unpack)
     return dict(zip([client.name for client in clients], models, strict=True))
@@ -154,25 +157,19 @@ def in_order(clients: Sequence[Client]) -> list[Client]:
     return ordered
 
 
-_FOLDERS = {"upload": "uploads", "personalize": "models"}
-
-
 class _Packable(Protocol):
     def pack(self) -> bytes: ...
 
 
 def _step(
-    ctx: Context, verb: str, folder: str, client: Client, make: Callable[[], _Packable], known: bytes | None = None
+    ctx: Context, kind: str, folder: str, client: Client, make: Callable[[str], _Packable], known: bytes | None = None
 ) -> bytes:
-    """The bytes of one client's step: from the store if it is done, else made (or known), recorded, timed and kept."""
+    """The bytes of one client's step: from the store if it is done, else made (or known) and kept."""
     name = f"{folder}/{file_name(client.name)}"
-    path = f"{_FOLDERS[verb]}/{name}.safetensors"
+    path = f"{kind}/{name}.safetensors"
     data = ctx.store.load(path)
     if data is None:
-        if known is None:
-            with ctx.measured(verb, name):
-                known = make().pack()
-        data = known
+        data = make(name).pack() if known is None else known
         ctx.store.save(path, data)
     return data
 
@@ -181,10 +178,7 @@ def _fuse(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Cont
     """The server's step: all replies from the store, or all made anew."""
     paths = [f"replies/{folder}/{file_name(upload.client)}.safetensors" for upload in uploads]
     if any(ctx.store.load(path) is None for path in paths):
-        with ctx.measured("fuse", f"{folder}/server"):
-            replies = method.fuse(uploads, ctx)
-        if len(replies) != len(uploads):
-            raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")
+        replies = pipeline.fuse(method, uploads, ctx, f"{folder}/server")
         packed = {id(reply): reply for reply in replies}  # clients often get the same reply: encode it once
         data = {key: reply.pack() for key, reply in packed.items()}
         for path, reply in zip(paths, replies, strict=True):
@@ -215,8 +209,6 @@ def _read(path: str, data: bytes, unpack_one: Callable[[bytes], T]) -> T:
 
 def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
     """The upper bound: one imaginary site that holds everybody's images. No server is involved."""
-    import numpy as np
-
     patients = None
     if all(client.patients is not None for client in clients):
         patients = np.concatenate([client.patients for client in clients if client.patients is not None])
@@ -226,7 +218,8 @@ def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Contex
         np.concatenate([client.labels for client in clients]),
         patients,
     )
-    data = _step(ctx, "personalize", ctx.scope, everyone, partial(method.personalize, everyone, Reply(), ctx))
+    make = partial(pipeline.personalize, method, everyone, Reply(), ctx)
+    data = _step(ctx, "models", ctx.scope, everyone, make)
     predictor = _read(f"models/{ctx.scope}/{everyone.name}.safetensors", data, Predictor.unpack)
     return {client.name: predictor for client in clients}
 

@@ -17,7 +17,7 @@ from cli.console import environment
 
 FORGE = """
 import json, os, resource, signal, sys
-import torch, torch._dynamo, sklearn.metrics, matplotlib.figure, jinja2, PIL.Image
+import torch, torch._dynamo, sklearn.metrics, jinja2, PIL.Image
 import fedbicross.models.factory, fedbicross.engine.train, fedbicross.engine.predict
 import fedbicross.runs.runner, fedbicross.report.write
 from fedbicross.cli import main

@@ -11,7 +11,6 @@ import pytest
 
 import fedbicross
 from fedbicross import steps
-from fedbicross._lazy import lazy_submodules
 from fedbicross.errors import DataError
 from fedbicross.models import encoders
 from imports import SOURCE, modules_of, reachable
@@ -39,10 +38,6 @@ ATTRIBUTES = {  # of a module or an object, whatever it is called there
 
 # Reviewed by hand. Each has a test of its own below that says why no text from a file can get there.
 REVIEWED = {
-    ("_lazy.py", "import importlib"),
-    ("_lazy.py", "importlib.import_module"),
-    ("__init__.py", "import importlib"),
-    ("__init__.py", "importlib.import_module"),
     ("context.py", "vars()"),
     # The sites' encoders: a pinned file of an installed package is parsed; no upload and no reply gets there.
     ("models/encoders/efficientnet.py", "torch.load"),
@@ -114,20 +109,28 @@ def test_the_search_is_not_blind_with_fear(code: str) -> None:
 # --- the reviewed exceptions --------------------------------------------------------------------------------------
 
 
-def test_lazy_packages_are_given_literal_names_only() -> None:
-    """``_lazy`` imports by name: every name is written out in the source, and every call is one of these."""
+def test_lazy_packages_import_only_what_their_stub_spells_out() -> None:
+    """``lazy_loader`` imports by name: every name stands in the package's own stub and is a part of that package."""
     calls = 0
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazy_submodules":
-                package, names = node.args
-                assert isinstance(package, ast.Name) and package.id == "__name__"
-                assigned = literal_names(file, names)
-                assert assigned and all(
-                    (file.parent / f"{name}.py").exists() or (file.parent / name).is_dir() for name in assigned
-                )
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lazy":
+                assert file.name == "__init__.py" and node.attr == "attach_stub"
+                assert "lazy.attach_stub(__name__, __file__)" in file.read_text()
                 calls += 1
-    assert calls == 4
+                check_stub(file.with_suffix(".pyi"))
+    assert calls == len(list(SOURCE.rglob("*.pyi"))) > 0
+
+
+def check_stub(stub: Path) -> None:
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.AnnAssign):  # a version, say, which the package assigns itself
+            continue
+        assert isinstance(node, ast.ImportFrom) and node.level == 1
+        names = [node.module] if node.module else [alias.name for alias in node.names]
+        for name in names:
+            place = stub.parent.joinpath(*name.split("."))
+            assert place.with_suffix(".py").exists() or (place / "__init__.py").exists(), f"{stub}: {name}"
 
 
 def test_packages_are_only_looked_for_and_by_literal_names() -> None:
@@ -148,35 +151,12 @@ def test_a_changed_weights_file_is_refused_before_it_is_parsed(tmp_path: Path, m
         efficientnet.read_weights(tmp_path / "weights.pth")
 
 
-def literal_names(file: Path, node: ast.expr) -> list[str]:
-    """The words of a literal, or of the one literal that the variable is ever given."""
-    if isinstance(node, ast.Name):
-        values = [
-            statement.value
-            for statement in ast.walk(ast.parse(file.read_text()))
-            if isinstance(statement, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == node.id for target in statement.targets)
-        ]
-        assert len(values) == 1
-        node = values[0]
-    return list(ast.literal_eval(node))
-
-
 @pytest.mark.parametrize("name", ["os", "../os", "pickle", "", "noise.os", "__path", "\0"])
 def test_a_lazy_package_imports_nothing_else(name: str) -> None:
     with pytest.raises(AttributeError):
         getattr(steps, name)
     with pytest.raises(AttributeError):
-        lazy_submodules("os", ["path"])(name)
-    with pytest.raises(AttributeError):
         getattr(fedbicross, name)
-
-
-def test_the_package_itself_imports_by_a_literal_table_only() -> None:
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    tables = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_HOMES"]
-    assert len(tables) == 1
-    assert all(home.startswith("fedbicross.") for home in ast.literal_eval(tables[0]).values())
 
 
 def test_vars_is_only_read() -> None:

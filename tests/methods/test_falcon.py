@@ -121,7 +121,7 @@ def test_a_generator_upload_makes_the_sequences_that_would_have_been_sent() -> N
     ctx, client = tiny_context(), tiny_clients(1)[0]
     sequences = method(send="sequences").upload(client, ctx)
     generator = Upload.unpack(method(send="generator").upload(client, ctx).pack())
-    made, labels = method()._received(generator, tiny_context())
+    made, labels = method().synthetic_tokens(generator, tiny_context())
     assert torch.equal(labels, sequences.tensors["labels"])
     torch.testing.assert_close(made, sequences.tensors["sequences"], atol=1e-5, rtol=1e-5)
 
@@ -432,7 +432,7 @@ def test_calibrated_sequences_are_nearer_to_the_real_ones_and_leave_either_way()
     sent = method("falcon:calibrated", send="generator", epochs_generator=8).upload(client, ctx)
     assert {"generator.scale.offset", "generator.scale.gain"} <= set(sent.tensors)
     method("falcon:calibrated").check_upload(Upload.unpack(sent.pack()))
-    made, _ = method("falcon:calibrated")._received(sent, tiny_context())
+    made, _ = method("falcon:calibrated").synthetic_tokens(sent, tiny_context())
     torch.testing.assert_close(made, upload.tensors["sequences"], atol=1e-5, rtol=1e-5)
     with pytest.raises(UploadError):  # a server that asked for no calibration does not take one
         method("falcon:held_out").check_upload(sent)

@@ -6,7 +6,6 @@ the end: keep the last digest, which `fedbicross server fuse` prints, somewhere 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import lock_descriptor
+
+from fedbicross.atomic import open_flags
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import RunError
 
@@ -31,7 +33,7 @@ def now() -> str:
 
 def append(path: str | Path, event: Mapping[str, Any], clock: Callable[[], str] = now) -> str:
     """Add one entry, on disk before this returns; the digest of the new line."""
-    with _locked(Path(path), os.O_RDWR | os.O_CREAT) as handle:
+    with _locked(Path(path), "RDWR", "CREAT") as handle:
         number, previous, end = _last(handle, path)
         torn = os.fstat(handle).st_size - end
         entry: dict[str, Any] = {"n": number + 1, "time": clock(), "event": dict(event), "previous": previous}
@@ -59,7 +61,7 @@ class Chain(NamedTuple):
 def verify(path: str | Path, last: str | None = None) -> Chain:
     """Read a log through and refuse a broken one; ``last`` is the digest that its last line must have."""
     previous, count = START, 0
-    with _locked(Path(path), os.O_RDONLY) as handle, os.fdopen(os.dup(handle), "rb") as file:
+    with _locked(Path(path), "RDONLY") as handle, os.fdopen(os.dup(handle), "rb") as file:
         for count, line in enumerate(_lines(file, path), start=1):
             entry = _entry(line)
             if entry is None or entry["n"] != count or entry["previous"] != previous:
@@ -95,7 +97,8 @@ def _last(handle: int, path: str | Path) -> tuple[int, str, int]:
     """Number and digest of the last whole line, and where it ends."""
     size = os.fstat(handle).st_size
     start = max(0, size - 2 * MAX_LINE)
-    tail = os.pread(handle, size - start, start)
+    os.lseek(handle, start, os.SEEK_SET)
+    tail = os.read(handle, size - start)
     end = tail.rfind(b"\n") + 1
     if end == 0:
         if size >= MAX_LINE:
@@ -109,16 +112,16 @@ def _last(handle: int, path: str | Path) -> tuple[int, str, int]:
 
 
 @contextmanager
-def _locked(path: Path, flags: int) -> Iterator[int]:
+def _locked(path: Path, *flags: str) -> Iterator[int]:
     """The open file, held alone; waits for another writer."""
     try:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, open_flags(*flags, "BINARY", "NOFOLLOW", "NONBLOCK", "CLOEXEC"), 0o600)
     except OSError as error:
         raise RunError("audit_file", f"cannot open the audit log {path}: {error.strerror}") from None
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise RunError("audit_file", f"{path} is not a regular file")
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock_descriptor(handle)
         yield handle
     except OSError as error:
         raise RunError("audit_write", f"cannot write to {path}: {error.strerror}") from None

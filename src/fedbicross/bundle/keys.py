@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbicross.atomic import open_flags
 from fedbicross.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def save_private_key(path: str | Path, key: Ed25519PrivateKey) -> None:
 def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner can read; an existing file is never touched."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, open_flags("WRONLY", "CREAT", "EXCL", "BINARY", "NOFOLLOW", "CLOEXEC"), 0o600)
     except FileExistsError:
         raise ConfigError("key_exists", f"{path} exists; a key is never overwritten: choose another name") from None
     except OSError as error:
@@ -123,7 +124,7 @@ def _raw_public(key: Ed25519PrivateKey | Ed25519PublicKey) -> bytes:
 
 def _read_private(path: Path) -> bytes:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        handle = os.open(path, open_flags("RDONLY", "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC"))
     except OSError as error:
         hint = "it is a link" if error.errno in (errno.ELOOP, errno.EMLINK) else error.strerror
         raise ConfigError("key_file", f"cannot read the key {path}: {hint}") from None

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from fedbicross.atomic import open_flags
 from fedbicross.bundle.limits import REPLY, Limits
 from fedbicross.errors import UploadError
 
@@ -77,7 +78,7 @@ def list_bundles(folder: str | Path) -> Listing:
 
 def _open(path: Path) -> int:
     # Without O_NONBLOCK the opening of a FIFO would wait for a writer; O_NOFOLLOW refuses a link at the last step.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags = open_flags("RDONLY", "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC")
     try:
         return os.open(path, flags)
     except ValueError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.context import Task
-    from fedbicross.exchange import Upload
+    from fedbicross.exchange import Predictor, Upload
 
 # How every network here sees a pixel x of 0..255. It stands in the manifest, so that a site that does otherwise shows.
 PREPROCESSING = "(x/255-0.5)/0.5"
@@ -66,13 +66,22 @@ def check_client(found: object, expected: str) -> None:
 
 
 def check_model_state(
-    tensors: Tensors, architecture: str, channels: int, classes: int, image_size: int, trained: bool = True
+    tensors: Tensors,
+    architecture: str,
+    channels: int,
+    classes: int,
+    image_size: int,
+    trained: bool = True,
+    without: str = "",
 ) -> None:
     """The state of exactly this network, with finite values that training can have left behind.
 
-    Not ``trained``: one that was computed from others, whose counters and variances may be zero.
+    Not ``trained``: one that was computed from others, whose counters and variances may be zero. ``without``: how the
+    names of a part begin that stays at home, e.g. ``head.``.
     """
     expected = model_tensors(architecture, channels, classes, image_size)
+    if without:
+        expected = {name: signature for name, signature in expected.items() if not name.startswith(without)}
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if found.keys() != expected.keys():
         _refuse_names(found, expected, architecture, channels, classes, image_size)
@@ -102,12 +111,22 @@ def check_image_size(image_size: int) -> None:
         raise UploadError("architecture", f"images of {_short(image_size)} px: 1 to {MAX_IMAGE_SIZE} are possible")
 
 
-@lru_cache(maxsize=64)
 def _skeleton(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
+    import torch
+
+    return _built(architecture, channels, classes, image_size, torch.get_default_dtype())
+
+
+@lru_cache(maxsize=64)
+def _built(
+    architecture: str, channels: int, classes: int, image_size: int, precision: torch.dtype
+) -> dict[str, Signature]:
+    """``precision`` is torch's default, with which networks are built here: one answer for each."""
     import torch
 
     from fedbicross.models.factory import BUILDERS
 
+    del precision
     with torch.device("meta"):
         model = BUILDERS[architecture](channels, classes, image_size)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
@@ -145,6 +164,31 @@ def check_shares(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise UploadError("magnitude", f"{name!r} holds a number below zero")
 
 
+def check_predictor(predictor: Predictor) -> None:
+    """Every network of a model is one of its architecture, and every number beside them makes sense."""
+    task, count = predictor.task, len(predictor.architectures)
+    shape = (task.channels, len(task.classes), task.image_size)
+    check_image_size(task.image_size)
+    for architecture, state in zip(predictor.architectures, predictor.states, strict=True):
+        if predictor.encoder is None:
+            check_model_state(state, architecture, *shape, trained=False)
+        else:  # a head: its sizes follow from its tensors, so that building one checks them
+            from fedbicross.models import heads
+
+            heads.load(architecture, state, len(task.classes))
+            check_finite(state)
+    if predictor.constant is not None:
+        check_shares(predictor.constant, "constant", (len(task.classes),))
+    if predictor.class_weights is not None:
+        check_shares(predictor.class_weights, "class_weights", (count, len(task.classes)))
+    elif predictor.combine == "class_weighted":
+        raise UploadError(
+            "missing_tensor", "the model combines its networks by class weights; they are not in the file"
+        )
+    if not count and predictor.constant is None:
+        raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
+
+
 def _refuse_names(
     found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str, *shape: int
 ) -> None:
@@ -157,7 +201,7 @@ def _refuse_names(
     if missing:
         raise UploadError("missing_tensor", f"a {architecture} has a tensor {missing[0]!r}; it is not in the file")
     extra = next(name for name in found if name not in expected)
-    raise UploadError("extra_tensor", f"a {architecture} has no tensor {extra[:64]!r}")
+    raise UploadError("extra_tensor", f"a {architecture} has no tensor {extra[:64]!r}, or not one to send")
 
 
 def _check_shapes(found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str) -> None:

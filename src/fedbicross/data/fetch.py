@@ -2,6 +2,8 @@
 
 Bytes go to ``FILE.part``; only a complete file with the right checksum gets the final name. An interrupted download
 keeps its ``.part`` and continues from there next time. The SHA-256 is recorded in ``FILE.sha256`` on first use.
+
+Not by ``pooch``: it checks what it downloads, but cannot continue (1.9), and the largest file here has 13 GB.
 """
 
 from __future__ import annotations

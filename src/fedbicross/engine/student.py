@@ -14,6 +14,9 @@ from fedbicross.engine.fast import WORTH_COMPILING, compiled, worth_compiling
 from fedbicross.engine.layers import quick
 
 _COMPILED: dict[str, Callable[..., Tensor]] = {}
+# The kernel of torch.optim.SGD(fused=True), which keeps rate and momentum to itself; here a recorded step feeds both.
+# Its name is private: where a torch has it no longer, the plain lines of `update` do the same.
+_FUSED_SGD: Callable[..., None] | None = getattr(torch, "_fused_sgd_", None)
 
 
 class Student:
@@ -74,10 +77,11 @@ class Student:
     def update(self, gradients: Sequence[Tensor], lr: float | Tensor, momentum: float, weight_decay: float) -> None:
         """SGD in place, as `distill.sgd_step`: b ← m b + g + wd θ, θ ← θ − lr b."""
         params: list[Tensor] = list(self.params.values())
-        if self.fast and momentum > 0 and isinstance(lr, Tensor):  # the same in one pass over every weight
+        if _FUSED_SGD and self.fast and momentum > 0 and isinstance(lr, Tensor):
+            # The same as below, in one pass over every weight.
             # A compiled gradient may have another layout than its weight, which this kernel refuses.
             same = [_laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
-            torch._fused_sgd_(
+            _FUSED_SGD(
                 params,
                 same,
                 self.momentum,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fedbicross.models.encoders import EncoderSpec
 
 
 class MethodConfig(Settings):
@@ -61,6 +66,10 @@ class Method(ABC, Generic[ConfigT]):
         """Why every client must have the server's architecture, in words; empty where clients may bring their own."""
         return f"{self.name} does not say that it can"
 
+    def check_machine(self) -> None:
+        """Refuse, before any work, settings for which something is missing here: an encoder, or its packages."""
+        return
+
     @property
     @abstractmethod
     def leaves(self) -> str:
@@ -96,6 +105,28 @@ class Method(ABC, Generic[ConfigT]):
         unknown = [str(key)[:32] for key in upload.extra if key not in self.extra_keys]
         if unknown:
             raise UploadError("manifest", f"{self.name} takes no {unknown[:3]} in 'extra'")
+
+
+class SyntheticFeatures(ABC):
+    """What `fedbicross audit` asks of a method whose upload stands for features of images."""
+
+    pools_tokens: ClassVar[bool] = False  # it models one feature per image, the mean of its tokens, not the sequence
+
+    @abstractmethod
+    def views(self, image_size: int) -> EncoderSpec:
+        """The encoder behind the features, and the windows through which it looks at images of this size."""
+
+    @abstractmethod
+    def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The tokens [m, T, D] that the server makes of an upload, or finds in it, and their labels [m]."""
+
+    @abstractmethod
+    def sample_flops(self, upload: Upload) -> float:
+        """Operations to make one of them."""
+
+    def generator_of(self, upload: Upload) -> nn.Module | None:
+        """The network that makes them, which could be sent in their place; None where there is none."""
+        return None
 
 
 def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:

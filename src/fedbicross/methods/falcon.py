@@ -17,6 +17,7 @@ from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.methods.features import (
     FeatureMethod,
     HeadConfig,
@@ -32,6 +33,7 @@ from fedbicross.methods.sequences import draw_apart, learn_guided, train_generat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedbicross.models.encoders import EncoderSpec
     from fedbicross.steps.autoregression import TokenGenerator
 
 # Settings on which the generator depends: variants that agree in them share it.
@@ -123,7 +125,7 @@ class FalconConfig(HeadConfig):
             )
 
 
-class Falcon(FeatureMethod[FalconConfig]):
+class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
     """One global classifier on frozen features, from synthetic token sequences."""
 
     name = "falcon"
@@ -303,7 +305,7 @@ class Falcon(FeatureMethod[FalconConfig]):
         dim = int(uploads[0].extra["dim"])
         states = [take_prefix(upload.tensors, "classifier.") for upload in uploads]
         teachers = [models.heads.load(config.head, state, classes).to(ctx.device) for state in states]
-        parts = [self._received(upload, ctx) for upload in uploads]
+        parts = [self.synthetic_tokens(upload, ctx) for upload in uploads]
         head = config.classifier(dim, classes)
         models.initialise(head, ctx.torch_rng("falcon", "global"))
         if config.start == "mean":
@@ -339,14 +341,13 @@ class Falcon(FeatureMethod[FalconConfig]):
         sizes = torch.tensor([float(upload.num_samples or 0) for upload in uploads], device=place)
         return sizes / sizes.sum()
 
-    def _received(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
+    def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
         """A client's synthetic sequences: as sent, or made here from its generator."""
         import torch
 
         if upload.extra["form"] == "sequences":
             return upload.tensors["sequences"], upload.tensors["labels"]
-        dim, length = int(upload.extra["dim"]), int(upload.extra["tokens"])
-        generator = self.config.generator(dim, length, len(ctx.task.classes))
+        generator = self.generator_of(upload)
         generator.load_state_dict(take_prefix(upload.tensors, "generator."), assign=True)
         generator.to(ctx.device).eval()
         counts = upload.tensors["counts"]
@@ -356,6 +357,18 @@ class Falcon(FeatureMethod[FalconConfig]):
         if not bool(torch.isfinite(made).all()):
             raise UploadError("non_finite", f"{upload.client!r}: its generator makes values that are not finite")
         return made, labels
+
+    def views(self, image_size: int) -> EncoderSpec:
+        """The whole image and its windows."""
+        return self.config.spec(image_size)
+
+    def generator_of(self, upload: Upload) -> TokenGenerator:
+        """The generator in, or behind, an upload, without its weights."""
+        return self.config.generator(int(upload.extra["dim"]), int(upload.extra["tokens"]), len(upload.task.classes))
+
+    def sample_flops(self, upload: Upload) -> float:
+        """Operations to draw one sequence (Fig. 5)."""
+        return float(self.generator_of(upload).sampling_flops)
 
     # --- at the client again -------------------------------------------------------------------------
 

@@ -84,6 +84,10 @@ class FeatureMethod(Method[EncoderT]):
         if not isinstance(upload.extra.get("encoder", {}), Mapping):
             raise UploadError("encoder_mismatch", f"{upload.client!r}: 'encoder' describes none")
 
+    def check_machine(self) -> None:
+        """The encoder, and what it needs."""
+        encoders.check(self.config.encoder)
+
     @property
     def uses_local_models(self) -> bool:
         """None: it works on features."""

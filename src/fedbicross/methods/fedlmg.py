@@ -86,6 +86,10 @@ class FedLMG(Method[FedLMGConfig]):
     quick = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
     personal = False
 
+    def check_machine(self) -> None:
+        """The prior, and what it needs."""
+        priors.check(self.config.prior)
+
     @property
     def needs(self) -> frozenset[str]:
         """Weights with batch-normalisation statistics."""

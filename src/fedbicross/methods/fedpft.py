@@ -14,6 +14,7 @@ from fedbicross import models, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.exchange import Client, Reply, Upload
+from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.methods.features import fit_head, same_encoder
 from fedbicross.methods.pooled import (
     PooledConfig,
@@ -27,6 +28,8 @@ from fedbicross.methods.pooled import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fedbicross.models.encoders import EncoderSpec
 
 
 class FedPFTConfig(PooledConfig):
@@ -58,7 +61,7 @@ class FedPFTConfig(PooledConfig):
     weight_decay: float = Field(0.01, ge=0, description="of the head (AdamW's default: 0.01)")
 
 
-class FedPFT(PooledMethod[FedPFTConfig]):
+class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
     """One linear head for everyone, trained on features that no patient has."""
 
     name = "fedpft"
@@ -77,6 +80,7 @@ class FedPFT(PooledMethod[FedPFTConfig]):
         "local_prior": "ours: the head's bias moved to the client's own class frequencies",
         "hierarchy": "ours: mean over the whole image and its windows, FALCON's views without its generator",
     }
+    pools_tokens = True
     quick = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
 
     @property
@@ -182,6 +186,10 @@ class FedPFT(PooledMethod[FedPFTConfig]):
             index = torch.arange(1, width + 1)
             scales = scales[:, index * (index + 1) // 2 - 1]
         return bool((scales > 0).all())
+
+    def views(self, image_size: int) -> EncoderSpec:
+        """The whole image, or also its windows."""
+        return self.config.spec(image_size)
 
     def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
         """Features [m,1,D] drawn from a client's mixtures, as many per class as it has images, and labels [m]."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from fedbicross.models.catalogue import InitScheme, canonical, check
 from fedbicross.models.cnn import cnn
 from fedbicross.models.resnet import resnet8, resnet18, resnet34
 from fedbicross.models.vgg import vgg8, vgg11, vgg16
 from fedbicross.models.wrn import wrn16_2
 
 if TYPE_CHECKING:
-    from fedbicross.models import InitScheme
     from fedbicross.models.base import Classifier
 
 BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
@@ -31,13 +33,14 @@ BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
 
 
 def _skeleton(name: str, channels: int, classes: int, image_size: int) -> Classifier:
-    # On the meta device torch's constructors draw no random numbers and allocate no memory.
+    """A model without weights: on the meta device torch's constructors draw no random numbers and take no memory."""
+    check(name, channels, classes, image_size)
     with torch.device("meta"):
-        return BUILDERS[name](channels, classes, image_size)
+        return BUILDERS[canonical(name)](channels, classes, image_size)
 
 
 def build(name: str, channels: int, classes: int, image_size: int) -> Classifier:
-    """The model on the CPU with zero weights and fresh batch normalisation."""
+    """A model on the CPU with placeholder weights (zeros; BN scale one): call ``initialise`` or load weights next."""
     model = _skeleton(name, channels, classes, image_size).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,18 +84,21 @@ def initialise(model: nn.Module, generator: torch.Generator, scheme: InitScheme 
             raise TypeError(f"no initialisation rule for {type(module).__name__} at {name!r}")
 
 
+@cache
 def forward_flops(name: str, channels: int, classes: int, image_size: int) -> int:
-    """Operations of one forward pass of one image; counted on meta tensors, so nothing is computed."""
-    from torch.utils.flop_counter import FlopCounterMode
+    """Floating-point operations (2 × multiply-adds) of one forward pass of one image: convolutions and linears.
 
+    Counted on meta tensors, so that nothing is computed.
+    """
     model = _skeleton(name, channels, classes, image_size).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(1, channels, image_size, image_size, device="meta"))
     return int(counter.get_total_flops())
 
 
+@cache
 def normalised_values(name: str, channels: int, classes: int, image_size: int) -> int:
-    """Inputs of all batch-normalisation layers for one image, counted on meta tensors."""
+    """Numbers that pass through batch normalisation for one image: what dominates the memory of an inversion."""
     model = _skeleton(name, channels, classes, image_size).eval()
     counts: list[int] = []
     for module in model.modules():
@@ -103,8 +109,9 @@ def normalised_values(name: str, channels: int, classes: int, image_size: int) -
     return sum(counts)
 
 
+@cache
 def num_parameters(name: str, channels: int, classes: int, image_size: int) -> int:
-    """Number of trainable scalars."""
+    """Number of trainable scalars; the running statistics of batch normalisation are not among them."""
     return sum(p.numel() for p in _skeleton(name, channels, classes, image_size).parameters())
 
 

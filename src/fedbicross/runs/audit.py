@@ -5,7 +5,7 @@ Everything is computed from the uploads as they lie in the run's folder, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,7 @@ from fedbicross.data import test_images
 from fedbicross.errors import ConfigError, RunError, nearest
 from fedbicross.evaluate import costs, generation_costs, mmd, reconstruction
 from fedbicross.exchange import Client, Upload, file_name
-from fedbicross.methods.base import Method
-from fedbicross.methods.pooled import PooledConfig
+from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.runs.config import RunConfig, check, read_toml
 from fedbicross.runs.runner import make_clients, prepare
 from fedbicross.runs.store import RunFolder
@@ -85,8 +84,8 @@ def audit(
             ctx = Context(
                 task, config.training, seed, prepared.device, scope=scope, store=folder.store, progress=progress
             )
-            views = method.config.spec(task.image_size)
-            key = canonical_json([views.as_json(), _pools(method)])
+            views = method.views(task.image_size)
+            key = canonical_json([views.as_json(), method.pools_tokens])
             for client in _clients(everyone, clients):
                 progress.say(f"== {spec}, {client.name}")
                 upload, size = _upload(folder, scope, client)
@@ -103,9 +102,9 @@ def audit(
     return results
 
 
-def _methods(config: RunConfig, names: Sequence[str]) -> dict[str, Method[Any]]:
+def _methods(config: RunConfig, names: Sequence[str]) -> dict[str, SyntheticFeatures]:
     built = {spec: config.build(spec) for spec in config.all_methods()}
-    able = {spec: method for spec, method in built.items() if _synthesiser(method) is not None}
+    able = {spec: method for spec, method in built.items() if isinstance(method, SyntheticFeatures)}
     for name in names:
         if name not in able:
             what = "sends no synthetic features" if name in built else "is no method of this run"
@@ -113,11 +112,6 @@ def _methods(config: RunConfig, names: Sequence[str]) -> dict[str, Method[Any]]:
     if not able:
         raise ConfigError("audit_method", "no method of this run sends synthetic features (falcon, fedpft)")
     return {spec: method for spec, method in able.items() if not names or spec in names}
-
-
-def _synthesiser(method: Method[Any]) -> Callable[[Upload, Context], tuple[Tensor, Tensor]] | None:
-    """The function from an upload to its synthetic tokens and labels, for methods that have one."""
-    return getattr(method, "synthetic_tokens", None) or getattr(method, "_received", None)
 
 
 def _clients(everyone: Sequence[Client], names: Sequence[str]) -> list[Client]:
@@ -150,16 +144,15 @@ def _pixels(images: np.ndarray, settings: AuditSettings) -> Tensor:
 
 
 def measure(
-    method: Method[Any], client: Client, upload: Upload, attack: Attack, settings: AuditSettings, ctx: Context
+    method: SyntheticFeatures, client: Client, upload: Upload, attack: Attack, settings: AuditSettings, ctx: Context
 ) -> tuple[dict[str, Any], bytes]:
     """One client's numbers, and a picture of the attack."""
     import torch
 
-    make = _synthesiser(method)
-    assert make is not None
-    synthetic, made = make(upload, ctx)
+    synthetic, made = method.synthetic_tokens(upload, ctx)
     synthetic, made = synthetic.cpu().float(), made.cpu()
-    real, labels = _as_sent(method, method.config.tokens(client, ctx)), torch.from_numpy(client.labels)
+    tokens = ctx.features(client, method.views(ctx.task.image_size))
+    real, labels = _as_sent(method, tokens), torch.from_numpy(client.labels)
     rng = torch.Generator().manual_seed(settings.seed)
     rows = torch.randperm(len(real), generator=rng)[: settings.images]
     found: dict[str, Any] = {
@@ -167,7 +160,7 @@ def measure(
         "synthetic_sequences": len(synthetic),
         "mmd": _mmd(real, labels, synthetic, made, settings.sequences, rng),
         "copies": _copies(synthetic, real, attack.tokens),
-        "cost": _cost(method, upload, synthetic, len(ctx.task.classes)),
+        "cost": _cost(method, upload, synthetic),
     }
     found["attack"], pictures = None, b""
     if len(real) > 1 and len(synthetic):
@@ -184,13 +177,9 @@ def measure(
     return found, pictures
 
 
-def _pools(method: Method[Any]) -> bool:
-    return isinstance(method.config, PooledConfig)
-
-
-def _as_sent(method: Method[Any], tokens: Tensor) -> Tensor:
+def _as_sent(method: SyntheticFeatures, tokens: Tensor) -> Tensor:
     """Real tokens in the form in which the method models them: sequences, or one pooled feature per image."""
-    return tokens.mean(1, keepdim=True) if _pools(method) else tokens
+    return tokens.mean(1, keepdim=True) if method.pools_tokens else tokens
 
 
 def _mmd(real: Tensor, labels: Tensor, synthetic: Tensor, made: Tensor, most: int, rng: Any) -> dict[str, Any]:
@@ -230,17 +219,17 @@ def _copies(synthetic: Tensor, real: Tensor, strangers: Tensor) -> dict[str, Any
     }
 
 
-def _cost(method: Method[Any], upload: Upload, synthetic: Tensor, classes: int) -> dict[str, Any]:
+def _cost(method: SyntheticFeatures, upload: Upload, synthetic: Tensor) -> dict[str, Any]:
     """Fig. 5 and section 3.6."""
     count, length, width = synthetic.shape
-    found: dict[str, Any] = {"sequences_bytes": generation_costs.sequence_bytes(count, length, width)}
-    if method.name == "fedpft":
-        found["flops_per_sample"] = method.sample_flops(upload)  # type: ignore[attr-defined]
-    elif hasattr(method.config, "generator"):
-        generator = method.config.generator(width, length, classes)
+    found: dict[str, Any] = {
+        "sequences_bytes": generation_costs.sequence_bytes(count, length, width),
+        "flops_per_sample": method.sample_flops(upload),
+    }
+    generator = method.generator_of(upload)
+    if generator is not None:
         size = generation_costs.module_bytes(generator)
         found |= {
-            "flops_per_sample": float(generator.sampling_flops),
             "generator_bytes": size,
             "break_even_sequences": generation_costs.break_even(size, length, width),
             "cheaper": generation_costs.upload_size(count, length, width, size).cheaper,

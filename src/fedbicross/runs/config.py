@@ -15,9 +15,6 @@ from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
 from fedbicross.methods.base import Method, mixed_models_problem
-from fedbicross.methods.features import EncoderConfig
-from fedbicross.methods.fedlmg import FedLMGConfig
-from fedbicross.models import encoders, priors
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
 __all__ = ["QUICK", "RunConfig", "as_toml", "check", "load_config", "merge", "parse_assignment", "read_toml"]
@@ -163,10 +160,7 @@ def check(config: RunConfig) -> None:
         raise ConfigError("methods", "methods: name at least one (see `fedbicross list methods`)")
     for spec in config.all_methods():
         method = config.build(spec)
-        if isinstance(method.config, EncoderConfig):
-            encoders.check(method.config.encoder)
-        if isinstance(method.config, FedLMGConfig):
-            priors.check(method.config.prior)
+        method.check_machine()
         for name in config.architectures():
             if "bn_stats" in method.needs and not models.info(name).has_batchnorm:
                 reason = f"{spec} needs batch-normalisation statistics, which {name!r} does not have"

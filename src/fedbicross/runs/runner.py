@@ -299,7 +299,7 @@ def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, A
     from fedbicross.engine.train import Trained
 
     curves = summary["training"].setdefault(str(ctx.seed), {})
-    names = {ctx.local_model_key(client): client.name for client in clients}
+    names = {ctx.models.local_model_key(client): client.name for client in clients}
     for key in record["local_models"]:
         if key in names and names[key] not in curves:
             data = ctx.store.load(f"client_models/{key}.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +10,8 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor
 
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.errors import RunError
@@ -89,15 +90,14 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            # The system frees the lock when its holder dies, so that a crash never leaves a stale one.
+            free = lock_descriptor(self._lock, blocking=False)
         except OSError as error:
+            self.__exit__()
             raise RunError("cannot_write", f"cannot write to {self.path}: {error.strerror}") from None
-        try:
-            # The kernel frees the lock when its holder dies, so that a crash never leaves a stale one.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
-            raise RunError("locked", f"another process is running in {self.path}") from None
+        if not free:
+            self.__exit__()
+            raise RunError("locked", f"another process is running in {self.path}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -112,12 +112,9 @@ class RunFolder:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
+            return not lock_descriptor(lock, blocking=False)
         finally:
             os.close(lock)
-        return False
 
     def clean(self) -> None:
         """Mend what a kill may have left: temporary files, content without a name, and a cut last line of the log."""

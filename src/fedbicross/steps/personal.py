@@ -46,8 +46,7 @@ def distil_personal(
     own = ctx.model_of(client)  # only its answers are used, so that it may be of any architecture
     both = ((name, cluster_state), (own, own_state))
     networks = [load_model(which, state, *shape).to(ctx.device) for which, state in both]
-    seed = ctx.seed if ctx.training.seed is None else ctx.training.seed
-    rng = numpy_rng(seed, "training", client.name, "validation-split")
+    rng = numpy_rng(ctx.training_seed, "training", client.name, "validation-split")
     rows, held = split_validation(client.labels, client.patients, ctx.training.validation, rng)
     images = to_device(client.images, ctx.device)
     labels = torch.from_numpy(client.labels).to(ctx.device)

@@ -13,7 +13,7 @@ same call again goes on where a killed one stopped and a finished one costs noth
 from fedbicross.transport.federation_file import FederationFile, federation_text, load_federation, new_federation
 from fedbicross.transport.server import AUDIT, Received, Refused, fuse_received, fuse_uploads, receive
 from fedbicross.transport.site import SENT, check_key, make_upload, personalize
-from fedbicross.transport.verify import check_networks, open_reply, open_upload, verify_upload
+from fedbicross.transport.verify import open_reply, open_upload, verify_upload
 
 __all__ = [
     "AUDIT",
@@ -22,7 +22,6 @@ __all__ = [
     "Received",
     "Refused",
     "check_key",
-    "check_networks",
     "federation_text",
     "fuse_received",
     "fuse_uploads",

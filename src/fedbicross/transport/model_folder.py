@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedbicross import __version__
 from fedbicross.atomic import write_folder
-from fedbicross.bundle import Limits, read_file
+from fedbicross.bundle import Limits, read_file, validate
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.exchange import Predictor
-from fedbicross.transport.files import check_networks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,7 +118,7 @@ def load_model(path: str | Path) -> Predictor:
         if hashlib.sha256(data).hexdigest() != expected:
             raise UploadError("digest", f"{file} is not the model that {SETTINGS} describes")
     predictor = Predictor.unpack(data)
-    check_networks(predictor)
+    validate.check_predictor(predictor)
     return predictor
 
 

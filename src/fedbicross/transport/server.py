@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedbicross import seeds
+from fedbicross import pipeline, seeds
 from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
@@ -152,14 +152,12 @@ def fuse_received(
 
 def _fuse(federation: FederationFile, uploads: list[Upload], ctx: Context) -> dict[str, Reply]:
     """The method's own step, on uploads in the order of their names, as ``simulate`` has them."""
-    method = federation.build()
-    with ctx.workers or nullcontext(), ctx.measured("fuse", f"{SCOPE}/server"):
-        replies = method.fuse(uploads, ctx)
+    method, name = federation.build(), f"{SCOPE}/server"
+    with ctx.workers or nullcontext():
+        replies = pipeline.fuse(method, uploads, ctx, name)
         if ctx.workers is not None and not ctx.workers.hands:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
-        say_warnings(ctx)
-    if len(replies) != len(uploads):
-        raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")
+    say_warnings(ctx, "fuse", name)
     return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}
 
 
@@ -183,8 +181,7 @@ def _initial_network(ctx: Context) -> dict[str, Tensor] | None:
     """The weights from which every site started, if they started alike: who sends them back trained nothing."""
     if ctx.training.init != "shared":
         return None
-    seed = ctx.seed if ctx.training.seed is None else ctx.training.seed
-    return ctx.new_model(seeds.torch_rng(seed, "init")).state_dict()
+    return ctx.new_model(seeds.torch_rng(ctx.training_seed, "init")).state_dict()
 
 
 def _taking_part(

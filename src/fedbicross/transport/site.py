@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbicross import pipeline
 from fedbicross.bundle import UPLOAD, inspect, keys, sign
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
@@ -17,7 +18,7 @@ from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.exchange import Client, Predictor, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
-from fedbicross.transport.verify import check_networks, counts_agree, open_reply, verify_upload
+from fedbicross.transport.verify import counts_agree, open_reply, verify_upload
 from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ def make_upload(
         if kept is not None and _may_leave(federation, key, kept):
             verify_upload(federation, kept)
             return kept
-        method = federation.build()
-        with ctx.measured("upload", f"{SCOPE}/{file_name(client.name)}"):
-            upload = method.upload(client, ctx)
-            say_warnings(ctx)
+        name = f"{SCOPE}/{file_name(client.name)}"
+        upload = pipeline.make_upload(federation.build(), client, ctx, name)
+        say_warnings(ctx, "upload", name)
         upload = replace(apply_counts(federation.class_counts, upload), run_id=federation.run)
         data = sign(upload.pack(), key)
         verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
@@ -120,11 +120,10 @@ def personalize(
         name = f"models/{hashlib.sha256(reply).hexdigest()[:32]}.safetensors"
         data = folder.store.load(name)
         if data is None:
-            method = federation.build()
-            with ctx.measured("personalize", f"{SCOPE}/{file_name(client.name)}"), _naming_bad_replies():
-                predictor = method.personalize(client, opened, ctx)
-                check_networks(predictor)
-                say_warnings(ctx)
+            verb = f"{SCOPE}/{file_name(client.name)}"
+            with _naming_bad_replies():
+                predictor = pipeline.personalize(federation.build(), client, opened, ctx, verb)
+            say_warnings(ctx, "personalize", verb)
             data = predictor.pack()
             folder.store.save(name, data)
             ctx.drop_stages()

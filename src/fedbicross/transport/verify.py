@@ -1,26 +1,23 @@
-"""What may come in, whoever carried it: an upload at the server, a reply at a site, a model before it is used.
+"""What may come in between sites: an upload at the server, a reply at a site.
 
 Bytes are verified before anything else touches them: form, signer, run, digests, and only then content.
 """
 
 from __future__ import annotations
 
+from fedbicross import pipeline
 from fedbicross.bundle import REPLY, UPLOAD, inspect, validate
 from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
 from fedbicross.errors import UploadError
-from fedbicross.exchange import Predictor, Reply, Upload
-from fedbicross.methods.base import check_needs
+from fedbicross.exchange import Reply, Upload
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
 
 
 def verify_upload(federation: FederationFile, data: bytes) -> Upload:
     """The upload in these bytes, if it is a listed client's, signed by that client, for this run, and fit for use."""
     upload = open_upload(federation, data)
-    method = federation.build()
-    check_needs(method, [upload])
-    method.check_extra(upload)  # whatever a method's own check forgets
-    method.check_upload(upload)
+    pipeline.check_upload(federation.build(), upload, federation.task)
     if not counts_agree(federation.class_counts, upload):
         raise UploadError(
             "small_count", f"{upload.client!r} sends a number of images that by class_counts should have stayed there"
@@ -59,31 +56,6 @@ def counts_agree(policy: CountPolicy, upload: Upload) -> bool:
     """Whether every number of images in the upload is one that may leave a site."""
     numbers = [*(upload.class_counts or ()), *([] if upload.num_samples is None else [upload.num_samples])]
     return not any(0 < number < policy.smallest for number in numbers) and (policy.send or not numbers)
-
-
-def check_networks(predictor: Predictor) -> None:
-    """Every network of a model is one of its architecture, and every number beside them makes sense."""
-    task, count = predictor.task, len(predictor.architectures)
-    shape = (task.channels, len(task.classes), task.image_size)
-    validate.check_image_size(task.image_size)
-    for architecture, state in zip(predictor.architectures, predictor.states, strict=True):
-        if predictor.encoder is None:
-            validate.check_model_state(state, architecture, *shape, trained=False)
-        else:  # a head: its sizes follow from its tensors, so that building one checks them
-            from fedbicross.models import heads
-
-            heads.load(architecture, state, len(task.classes))
-            validate.check_finite(state)
-    if predictor.constant is not None:
-        validate.check_shares(predictor.constant, "constant", (len(task.classes),))
-    if predictor.class_weights is not None:
-        validate.check_shares(predictor.class_weights, "class_weights", (count, len(task.classes)))
-    elif predictor.combine == "class_weighted":
-        raise UploadError(
-            "missing_tensor", "the model combines its networks by class weights; they are not in the file"
-        )
-    if not count and predictor.constant is None:
-        raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
 
 
 def _check_run(federation: FederationFile, found: object, what: str) -> None:

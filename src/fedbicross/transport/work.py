@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,8 @@ def make_context(federation: FederationFile, folder: RunFolder, progress: Progre
     )
 
 
-def say_warnings(ctx: Context) -> None:
-    """What the verb at work wants a person to know."""
-    for warning in ctx.record.warnings:
+def say_warnings(ctx: Context, verb: str, name: str) -> None:
+    """What a verb that has just ended wants a person to know, from its record."""
+    record = json.loads(ctx.store.load(f"records/{verb}/{name}.json") or b"{}")
+    for warning in record.get("warnings", ()):
         ctx.progress.say(f"note: {warning}")

@@ -1,0 +1,15 @@
+from . import fetch as fetch
+from . import folder as folder
+from .catalogue import DATASETS as DATASETS
+from .catalogue import DatasetInfo as DatasetInfo
+from .dataset import Dataset as Dataset
+from .dataset import Split as Split
+from .load import default_data_dir as default_data_dir
+from .load import load_dataset as load_dataset
+from .partition import PARTITIONS as PARTITIONS
+from .partition import Partition as Partition
+from .partition import check_partition as check_partition
+from .partition import client_images as client_images
+from .partition import make_partition as make_partition
+from .partition import test_images as test_images
+from .scanner import ScannerShift as ScannerShift

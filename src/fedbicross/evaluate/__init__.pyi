@@ -1,0 +1,9 @@
+from . import costs as costs
+from . import generation_costs as generation_costs
+from . import metrics as metrics
+from . import mmd as mmd
+from . import protocols as protocols
+from . import reconstruction as reconstruction
+from . import summary as summary
+from .names import METRICS as METRICS
+from .names import PROTOCOLS as PROTOCOLS

@@ -1,0 +1,16 @@
+from . import encoders as encoders
+from . import factory as factory
+from . import heads as heads
+from . import priors as priors
+from .catalogue import ALIASES as ALIASES
+from .catalogue import MODELS as MODELS
+from .catalogue import InitScheme as InitScheme
+from .catalogue import ModelInfo as ModelInfo
+from .catalogue import canonical as canonical
+from .catalogue import check as check
+from .catalogue import info as info
+from .factory import build as build
+from .factory import forward_flops as forward_flops
+from .factory import initialise as initialise
+from .factory import normalised_values as normalised_values
+from .factory import num_parameters as num_parameters

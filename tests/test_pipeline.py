@@ -1,0 +1,104 @@
+"""One door before the server: what is refused between sites is refused in a simulation too, and by the same code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbicross import pipeline
+from fedbicross.bundle import sign
+from fedbicross.errors import FedBiCrossError, MethodError, UploadError
+from fedbicross.exchange import Predictor, Reply, Upload
+from fedbicross.federation import simulate
+from fedbicross.methods import create
+from fedbicross.methods.fedavg import FedAvg
+from fedbicross.transport import files
+from imports import SOURCE
+from small import tiny_clients, tiny_context
+from transport.sites import Sites, make_sites
+
+
+def with_tensor(upload: Upload, name: str, value: torch.Tensor) -> Upload:
+    return replace(upload, tensors={**upload.tensors, name: value})
+
+
+FORGERIES: dict[str, Callable[[Upload], Upload]] = {
+    "extra_tensor": lambda upload: with_tensor(upload, "a_patient", torch.ones(3)),
+    "missing_tensor": lambda upload: replace(
+        upload, tensors={name: value for name, value in upload.tensors.items() if name != "head.bias"}
+    ),
+    "magnitude": lambda upload: with_tensor(upload, "head.bias", torch.full((3,), 1e9)),
+    "manifest": lambda upload: replace(upload, extra={"patients": "A, B and C"}),
+    "class_counts": lambda upload: replace(upload, class_counts=[10, 20], num_samples=30),
+    "needs_num_samples": lambda upload: replace(upload, num_samples=None),
+    "task_classes": lambda upload: replace(upload, task=replace(upload.task, classes=("x", "y", "z"))),
+    "task_preprocessing": lambda upload: replace(upload, preprocessing="x/255"),
+}
+
+
+@pytest.fixture(scope="module")
+def sites() -> Sites:
+    return make_sites(class_counts={"smallest": 0})
+
+
+@pytest.fixture(scope="module")
+def honest(sites: Sites) -> dict[str, Upload]:
+    ctx = sites.simulation()
+    return {client.name: sites.federation.build().upload(client, ctx) for client in sites.clients}
+
+
+def code(call: Callable[[], Any]) -> str:
+    with pytest.raises(FedBiCrossError) as caught:
+        call()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_every_carrier_has_the_same_door(
+    name: str, sites: Sites, honest: dict[str, Upload], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    agreed, client = sites.federation, sites.clients[1]
+    key = sites.client_keys[client.name]
+    forged = FORGERIES[name](honest[client.name])
+    sent = {**honest, client.name: forged}
+    monkeypatch.setattr(FedAvg, "upload", lambda self, client, ctx, previous=None: sent[client.name])
+    monkeypatch.setattr(FedAvg, "fuse", lambda *given: pytest.fail("was fused"))
+
+    signed = sign(replace(forged, run_id=agreed.run).pack(), key)
+    assert code(lambda: files.verify_upload(agreed, signed)) == name, "at the server, by files or by Flower"
+    assert code(lambda: files.make_upload(agreed, client, key, tmp_path)) == name, "at the site, before it travels"
+    with pytest.raises(FedBiCrossError, match=client.name) as caught:
+        simulate(agreed.build(), sites.clients, sites.simulation())
+    assert caught.value.code == name, "in a simulation"
+
+
+def test_an_architecture_that_the_method_cannot_mix_is_refused_at_the_door(honest: dict[str, Upload]) -> None:
+    upload = next(iter(honest.values()))
+    other = replace(upload, task=replace(upload.task, model="wrn16_2"))
+    with pytest.raises(MethodError) as caught:
+        pipeline.check_upload(create("fedavg"), other, upload.task)
+    assert caught.value.code == "mixed_models"
+
+
+def test_a_model_that_no_site_would_take_is_refused_in_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: FedAvg, client: Any, reply: Reply, ctx: Any) -> Predictor:
+        return Predictor(ctx.task, ("wrn16_2",), (dict(reply.tensors),))
+
+    monkeypatch.setattr(FedAvg, "personalize", wrong)
+    with pytest.raises(UploadError, match="weights of a resnet8"):
+        simulate(create("fedavg"), tiny_clients(2), tiny_context(epochs=1))
+
+
+def test_verbs_are_run_in_one_place() -> None:
+    calls = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        if file.parent.name != "methods" and re.search(r"\bmethod\.(upload|fuse)\b", file.read_text())
+    }
+    assert calls == {"pipeline.py"}

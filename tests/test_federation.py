@@ -28,7 +28,7 @@ def test_the_walk_would_notice_data() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    order = ["cli", "runs", "federation", "methods", "steps", "engine", "models"]
+    order = ["cli", "runs", "federation", "methods", "parts", "steps", "engine", "models"]
     for rank, room in enumerate(order):
         below = {f"fedbicross.{name}" for name in order[:rank]}
         for file in modules_of(f"fedbicross.{room}"):

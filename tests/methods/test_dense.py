@@ -17,7 +17,7 @@ from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
 from fedbicross.methods.dense import generator_loss
-from fedbicross.methods.synthesis import new_student
+from fedbicross.parts.students import new_student
 from fedbicross.runs.config import load_config
 from small import TINY_METHODS, tiny_clients, tiny_context
 

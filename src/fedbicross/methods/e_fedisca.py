@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, steps
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
-from fedbicross.methods.synthesis import (
-    Watch,
-    image_shape,
-    rate,
-    synthesis_flops,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.ensemble import Statistics
+    from fedbicross.parts.watch import Watch
     from fedbicross.steps.noise import Memory
     from fedbicross.steps.trajectory import Sample, Teacher
 
@@ -66,11 +62,12 @@ class EFedISCAConfig(ShotsConfig):
         return self.epochs * self.steps_distil
 
 
-class EFedISCA(MultiShotMethod[EFedISCAConfig]):
+class EFedISCA(Method[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
 
     name = "e_fedisca"
     summary = "one synthesis, then distillation on its mixtures with structured noise (MedIA 2025)"
+    personal = False
     Config = EFedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},
@@ -103,16 +100,49 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         "noise_images": 2000,
     }
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves(self.rounds)
+
+    @property
+    def rounds(self) -> int:
+        """How often networks travel."""
+        return self.config.shots
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the shot."""
+        return frozenset({"shot"} if self.rounds > 1 else ())
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """With one shot nothing; with several the student's weights must fit into every client."""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network; from the second shot on, trained again from the last student."""
+        return parts.shots.upload(self.config, client, ctx, previous)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
+
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""
         config = self.config
-        shot, ctx = self.at_shot(uploads, ctx)
-        teacher = config.load_teacher(self.name, uploads, ctx)
+        shot, ctx = parts.shots.at_shot(self.name, config, uploads, ctx)
+        teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
         total = config.distillation_steps
-        watch = Watch("student", ctx, config.steps, total)
+        watch = parts.watch.Watch("student", ctx, config.steps, total)
         stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
-        student = self.first_student(shot, ctx)
+        student = parts.shots.first_student(self.name, config, shot, ctx)
         adapted: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
 
         def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> Lessons:
@@ -128,26 +158,25 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
 
         stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=watch)
         for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
-            loss = config.learn(student, sample, config.lr * rate(config.schedule, stage.progress))
+            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            loss = parts.students.learn(student, sample, config, lr)
             watch.step += 1
             watch.curves.add(watch.step, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
-        )
-        reply = self.reply(student, shot, ctx)
+        ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
+        reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]
 
     def _synthesise(self, teacher: Teacher, watch: Watch, ctx: Context) -> Memory:
         """Lines 4-10: one synthesis; batches with a low loss go to the memory."""
         config = self.config
-        settings = config.inversion(ctx.task.image_size)
+        settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
         memory = steps.noise.Memory(config.memory, config.threshold)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         rng = ctx.torch_rng("synthesis", "cluster-0", "trajectory-0", device=ctx.device)
-        inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, image_shape(ctx), settings, rng)
-        curves = steps.diagnosis.Curves(config.steps)
+        inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, ctx.task.image_shape, settings, rng)
+        curves = parts.diagnosis.Curves(config.steps)
         label, strip = f"{self.name}: synthesis", watch.strip
         stage = ctx.stage(
             "synthesis",
@@ -178,7 +207,7 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         for start in range(0, self.config.noise_images, 1000):
             count = min(1000, self.config.noise_images - start)
             rng = ctx.torch_rng("structured-noise", str(start), device=ctx.device)
-            pieces.append(steps.noise.structured_noise(self.config.noise, (count, *image_shape(ctx)), rng))
+            pieces.append(steps.noise.structured_noise(self.config.noise, (count, *ctx.task.image_shape), rng))
         return torch.cat(pieces)
 
 

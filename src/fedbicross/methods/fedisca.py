@@ -13,16 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
-from fedbicross.methods.synthesis import (
-    Watch,
-    image_shape,
-    rate,
-    synthesis_flops,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,11 +51,12 @@ class FedISCAConfig(ShotsConfig):
         return self.distillation_steps if self.synthesis else 0
 
 
-class FedISCA(MultiShotMethod[FedISCAConfig]):
+class FedISCA(Method[FedISCAConfig]):
     """One global student for everyone."""
 
     name = "fedisca"
     summary = "distils the ensemble on images inverted from it, from noise to finished (MICCAI 2023)"
+    personal = False
     Config = FedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},
@@ -94,14 +90,47 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         "replays": 3,
     }
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves(self.rounds)
+
+    @property
+    def rounds(self) -> int:
+        """How often networks travel."""
+        return self.config.shots
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the shot."""
+        return frozenset({"shot"} if self.rounds > 1 else ())
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """With one shot nothing; with several the student's weights must fit into every client."""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network; from the second shot on, trained again from the last student."""
+        return parts.shots.upload(self.config, client, ctx, previous)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
+
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
         config = self.config
-        shot, ctx = self.at_shot(uploads, ctx)
+        shot, ctx = parts.shots.at_shot(self.name, config, uploads, ctx)
         total = config.distillation_steps
-        teacher = config.load_teacher(self.name, uploads, ctx)
-        student = self.first_student(shot, ctx)
-        watch = Watch("student", ctx, config.steps, total)
+        teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
+        student = parts.shots.first_student(self.name, config, shot, ctx)
+        watch = parts.watch.Watch("student", ctx, config.steps, total)
         memory = steps.sources.SampleMemory(
             config.memory, config.replays, lambda seen: ctx.rng("memory", f"sample-{seen}")
         )
@@ -110,24 +139,22 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         stage = ctx.stage("distillation", label, total, student=student, watch=watch, memory=memory, pool=pool)
         source = partial(self._source, teacher, pool, ctx)
         for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
-            lr = config.lr * rate(config.schedule, stage.progress)
-            loss = config.learn(student, sample, lr)
-            for earlier in memory.exchange(sample):
-                config.learn(student, earlier, lr, track=False)  # statistics are those of the newest images
+            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            loss = parts.students.learn(student, sample, config, lr)
+            for earlier in memory.exchange(sample):  # statistics stay those of the newest images
+                parts.students.learn(student, earlier, config, lr, track=False)
             watch.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
-        )
-        reply = self.reply(student, shot, ctx)
+        ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
+        reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]
 
     def _source(
         self, teacher: Teacher, pool: Batches, ctx: Context, epoch: int, saved: Mapping[str, Tensor] | None
     ) -> Source[Sample]:
         """One epoch's batches: a trajectory, or what an ablation puts in its place."""
-        config, shape = self.config, image_shape(ctx)
+        config, shape = self.config, ctx.task.image_shape
         if not config.synthesis:
             done = 0 if saved is None else int(saved["done"])
             names = ("noise", f"epoch-{epoch}")
@@ -138,7 +165,7 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
                 lambda t: ctx.torch_rng(*names, f"step-{t}", device=ctx.device),
                 done,
             )
-        settings, level = config.inversion(ctx.task.image_size), config.noise_level
+        settings, level = parts.teachers.inversion_settings(config, ctx.task.image_size), config.noise_level
         if saved is not None:
             trajectory = steps.trajectory.Trajectory.from_tensors(teacher, settings, saved, level)
         else:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models, steps
+from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
 from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
-from fedbicross.methods.synthesis import image_shape, new_student
 from fedbicross.models import priors
 
 if TYPE_CHECKING:
@@ -85,29 +84,17 @@ class FedLMG(Method[FedLMGConfig]):
     }
     quick = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
     personal = False
+    needs = frozenset({"weights", "bn_stats"})
+    leaves = "The trained network with its batch-normalisation statistics; the server draws images that fit it."
+    refuses_mixed_models = ""  # only the clients' answers guide the images
 
     def check_machine(self) -> None:
         """The prior, and what it needs."""
         priors.check(self.config.prior)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics."""
-        return frozenset({"weights", "bn_stats"})
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: only the clients' answers guide the images."""
-        return ""
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return "The trained network with its batch-normalisation statistics; the server draws images that fit it."
-
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network."""
-        return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state)
+        return parts.teachers.send_network(client, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
@@ -157,7 +144,7 @@ class FedLMG(Method[FedLMGConfig]):
         for number in stage.steps():
             texts = [config.prompt.format(ctx.task.classes[int(label)]) for label in batches[number]]
             rng = ctx.torch_rng("guided images", name, str(number), device=ctx.device)
-            given = (batches[number], texts, image_shape(ctx), guidance, rng)
+            given = (batches[number], texts, ctx.task.image_shape, guidance, rng)
             images.add(prior_steps.guided_images(prior, client, *given))
         per_image = stage.numbers["flops"]
         ctx.record.add("scalars", "operations per synthetic image (GFLOP)", round(per_image / 1e9, 3))
@@ -183,7 +170,7 @@ class FedLMG(Method[FedLMGConfig]):
         import torch.nn.functional as F
 
         config = self.config
-        student = new_student(ctx, 0, config.epochs * len(images) // config.batch)
+        student = parts.students.new_student(ctx, 0, config.epochs * len(images) // config.batch)
         stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
         for epoch in stage.steps():
             rate = config.lr * steps.distill.cosine(stage.progress)
@@ -206,4 +193,4 @@ class FedLMG(Method[FedLMGConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The student as it is."""
-        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
+        return parts.students.global_student(reply, ctx)

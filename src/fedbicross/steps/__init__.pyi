@@ -3,8 +3,6 @@ from . import adversarial as adversarial
 from . import autoregression as autoregression
 from . import bilevel as bilevel
 from . import clustering as clustering
-from . import crosscluster as crosscluster
-from . import diagnosis as diagnosis
 from . import diffusion_prior as diffusion_prior
 from . import distill as distill
 from . import generators as generators
@@ -12,7 +10,6 @@ from . import guidance as guidance
 from . import inversion as inversion
 from . import mixtures as mixtures
 from . import noise as noise
-from . import personal as personal
 from . import pool as pool
 from . import prior_shift as prior_shift
 from . import sources as sources

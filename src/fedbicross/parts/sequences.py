@@ -1,23 +1,23 @@
-"""FALCON's work on token sequences: learn to generate them, draw new ones, learn from them, fine-tune at a client."""
+"""FALCON's work on token sequences: learn to generate them, draw new ones, and learn from them under guidance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Literal
 
-from fedbicross import engine, models, steps
+import torch
+from torch import Tensor, nn
+
+from fedbicross import models
 from fedbicross.context import Context
+from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, file_name
-from fedbicross.methods.features import Fit, epoch_curve, forward_flops, make_optimiser, seeded
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from fedbicross.methods.falcon import FalconConfig
-    from fedbicross.steps.autoregression import TokenGenerator
+from fedbicross.exchange import file_name
+from fedbicross.parts.heads import Fit, epoch_curve, forward_flops, make_optimiser, seeded
+from fedbicross.steps import guidance
+from fedbicross.steps.autoregression import TokenGenerator
+from fedbicross.steps.tokens import exact_copies, nearest_cosine
 
 TOO_NEAR = 0.999  # cosine with a real token at which a synthetic sequence is drawn again
 ATTEMPTS = 10
@@ -27,37 +27,43 @@ def train_generator(
     model: TokenGenerator,
     tokens: Tensor,
     labels: Tensor,
-    config: FalconConfig,
     ctx: Context,
     client: str,
+    *,
+    standardise: Literal["class", "client", "none"],
+    epochs: int,
+    batch: int,
+    lr: float,
+    weight_decay: float,
+    clip: float | None,
+    patience: int | None,
     unseen: tuple[Tensor, Tensor] | None = None,
 ) -> list[float]:
     """Section 2.4: maximum likelihood (Eq. 5) on real sequences [n, T, dim]; the mean loss per token of every epoch.
 
     With sequences that it is not trained on, the epoch is kept that finds those likeliest.
     """
-
     models.initialise(model, ctx.torch_rng("falcon", client, "generator"))
-    if config.standardise != "none":
-        model.scale.measure(tokens, labels, by_class=config.standardise == "class")
+    if standardise != "none":
+        model.scale.measure(tokens, labels, by_class=standardise == "class")
     x, y = tokens.to(ctx.device), labels.to(ctx.device)
     model.to(ctx.device)
 
     def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
-        with engine.device.autocast(ctx.device, ctx.precision):
+        with autocast(ctx.device, ctx.precision):
             return model.nll(x[rows], y[rows]).mean() / model.length
 
     fit = Fit(
         f"generator-{file_name(client)}",
         model,
-        make_optimiser("adamw", model, config.lr_generator, config.decay_generator),
+        make_optimiser("adamw", model, lr, weight_decay),
         loss,
         len(y),
-        batch=config.batch,
-        epochs=config.epochs_generator,
+        batch=batch,
+        epochs=epochs,
         ctx=ctx,
-        clip=config.clip,
-        patience=config.patience,
+        clip=clip,
+        patience=patience,
         score=None if unseen is None or not len(unseen[1]) else partial(_likelihood, model, *unseen),
     )
     return fit.run(f"falcon: generator of {client[:32]}")
@@ -65,8 +71,6 @@ def train_generator(
 
 def _likelihood(model: TokenGenerator, tokens: Tensor, labels: Tensor) -> float:
     """The mean negative log-likelihood per token; lower is better."""
-    import torch
-
     place = model.mixture.weight.device
     with torch.no_grad():
         parts = zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
@@ -80,14 +84,14 @@ def draw_apart(
     """Synthetic sequences and their classes; one that comes too near to a real token is drawn again, then left out."""
     sequences = generator.draw(labels, ctx.torch_rng("falcon", client, "sampling", device=ctx.device))
     real_there = real.to(ctx.device)
-    nearest = steps.tokens.nearest_cosine(sequences.to(ctx.device), real_there).cpu()
+    nearest = nearest_cosine(sequences.to(ctx.device), real_there).cpu()
     for attempt in range(ATTEMPTS):
         near = nearest > TOO_NEAR
         if not bool(near.any()):
             break
         again = ctx.torch_rng("falcon", client, f"sampling-again-{attempt}", device=ctx.device)
         sequences[near] = generator.draw(labels[near], again)
-        nearest[near] = steps.tokens.nearest_cosine(sequences[near].to(ctx.device), real_there).cpu()
+        nearest[near] = nearest_cosine(sequences[near].to(ctx.device), real_there).cpu()
     kept = nearest <= TOO_NEAR
     if not bool(kept.any()):
         raise MethodError("too_near", f"{client}: the generator only repeats real tokens; raise log_variance_floor")
@@ -96,7 +100,7 @@ def draw_apart(
             f"{client}: {int((~kept).sum())} of {len(kept)} synthetic sequences stay closer than cosine {TOO_NEAR} "
             "to a real token and are left out; raise log_variance_floor"
         )
-    if steps.tokens.exact_copies(sequences[kept], real):
+    if exact_copies(sequences[kept], real):
         raise MethodError("real_token", f"{client}: a synthetic token equals a real one; nothing was sent")
     title = f"{client}: largest cosine of a synthetic and a real token"
     ctx.record.add("scalars", title, round(float(nearest[kept].max()), 4))
@@ -110,9 +114,10 @@ def learn_guided(
     teachers: Sequence[nn.Module],
     tokens: Tensor,
     labels: Tensor,
-    config: FalconConfig,
     ctx: Context,
     *,
+    alpha: float,
+    temperature: float,
     epochs: int,
     lr: float,
     batch: int,
@@ -125,22 +130,19 @@ def learn_guided(
 
     With ``noise`` every token read is blurred, and then the teachers answer each time anew.
     """
-    import torch
-
     x, y = tokens.to(ctx.device), labels.to(ctx.device)
-    guidance = steps.guidance
-    soft = None if noise else guidance.teach(teachers, x, config.temperature, weights)
+    soft = None if noise else guidance.teach(teachers, x, temperature, weights)
 
     def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
         seen = x[rows]
         if soft is None:
             seen = seen + noise * torch.randn(seen.shape, generator=stream, device=ctx.device)
-            target = guidance.teach(teachers, seen, config.temperature, weights)
+            target = guidance.teach(teachers, seen, temperature, weights)
         else:
             target = soft[rows]
         with seeded(stream):
             logits = head(seen)
-        return guidance.guided_loss(logits, y[rows], target, config.alpha, config.temperature)
+        return guidance.guided_loss(logits, y[rows], target, alpha, temperature)
 
     optimiser = make_optimiser("adam", head, lr)
     stage = file_name(name)
@@ -149,43 +151,3 @@ def learn_guided(
     ctx.record.add("curves", f"{name} classifier", epoch_curve(history, "Eq. 13", "loss"))
     answers = epochs if noise else 1
     ctx.record.flops += forward_flops(head, x[:1]) * len(y) * (3 * epochs + answers * len(teachers))
-
-
-def tune(
-    client: Client,
-    start: Mapping[str, Tensor],
-    tokens: Tensor,
-    labels: Tensor,
-    unseen: tuple[Tensor, Tensor],
-    config: FalconConfig,
-    ctx: Context,
-) -> dict[str, Tensor]:
-    """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
-    import torch
-    import torch.nn.functional as F
-
-    classes = len(ctx.task.classes)
-    head = config.classifier(tokens.shape[2], classes)
-    head.load_state_dict(dict(start))
-    head.to(ctx.device)
-    x_val, y_val = unseen[0].to(ctx.device), unseen[1].to(ctx.device)
-
-    def score() -> float:
-        with torch.no_grad():
-            return float(F.cross_entropy(head(x_val), y_val))
-
-    learn_guided(
-        f"personal {client.name}",
-        head,
-        [models.heads.load(config.head, start, classes).to(ctx.device)],
-        tokens,
-        labels,
-        config,
-        ctx,
-        epochs=config.epochs_personal,
-        lr=config.lr_personal,
-        batch=config.batch,
-        score=score if len(y_val) else None,
-        label=f"falcon: fine-tuning at {client.label}",
-    )
-    return {name: value.cpu() for name, value in head.state_dict().items()}

@@ -23,6 +23,7 @@ from fedbicross.methods.falcon import Falcon
 from fedbicross.parts.features import take_prefix
 from fedbicross.parts.features import tokens as tokens_of
 from fedbicross.parts.heads import seeded, split_rows
+from fedbicross.parts.sequences import draw_apart, local_generator
 from fedbicross.steps.tokens import exact_copies, nearest_cosine
 from small import TINY_METHODS, tiny_clients, tiny_context
 
@@ -88,7 +89,6 @@ class Parrot:
 
 
 def test_sequences_too_near_are_drawn_again_and_at_last_left_out() -> None:
-    from fedbicross.parts.sequences import draw_apart
 
     rng = torch.Generator().manual_seed(0)
     real, far = torch.randn(4, 2, 8, generator=rng), torch.randn(3, 2, 8, generator=rng)
@@ -407,7 +407,7 @@ def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
         made = method(spec, epochs_generator=60, lr_generator=1e-2)
         tokens = tokens_of(made.config, client, ctx)
         rows, held_out = split_rows(client, ctx)
-        generator, labels = made._generator(client, tokens, ctx), torch.from_numpy(client.labels)
+        generator, labels = local_generator(made.config, client, tokens, ctx), torch.from_numpy(client.labels)
         with torch.no_grad():
             found[spec] = [float(generator.nll(tokens[part], labels[part]).mean()) for part in (rows, held_out)]
     assert found["falcon:held_out"][1] < found["falcon"][1], "better on images that it did not see"

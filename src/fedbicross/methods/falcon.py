@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fedbicross import models, parts, steps
-from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.models import encoders
-from fedbicross.parts.settings import HeadConfig
+from fedbicross.parts.settings import SequenceConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,46 +26,13 @@ if TYPE_CHECKING:
     from fedbicross.models.encoders import EncoderSpec
     from fedbicross.steps.autoregression import TokenGenerator
 
-# Settings on which the generator depends: variants that agree in them share it.
-GENERATOR = (
-    *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
-    *("epochs_generator", "lr_generator", "decay_generator", "generator_epoch", "patience", "clip", "batch"),
-    "calibrate",
-)
 MOST_BYTES = 8 * 2**30  # of sequences that a server makes from one generator
 MOST_FEATURES, MOST_TOKENS = 65_536, 16_384  # of an upload; before anything is built
 
 
-class FalconConfig(HeadConfig):
+class FalconConfig(SequenceConfig):
     """FALCON's settings; the paper's values are the defaults."""
 
-    scheme: Literal["mar", "ar", "nar"] = Field(
-        "mar", description="what a token depends on: multi-scale (paper), every token before it, or the class alone"
-    )
-    width: int = Field(768, ge=2, le=8192, description="hidden dimension of the generator (paper: 768)")
-    layers: int = Field(4, ge=1, le=64, description="of the generator (paper: 4)")
-    heads: int = Field(16, ge=1, le=64, description="attention heads of the generator (paper: 16)")
-    feedforward: int = Field(
-        768, ge=1, le=65_536, description="hidden width of its blocks (the paper's 144.33 MB: 768)"
-    )
-    components: int = Field(20, ge=1, le=1000, description="K: Gaussians per token (paper: 20)")
-    log_variance_floor: float = Field(
-        -4.0, ge=-20, le=2, description="smallest log-variance, on the scale of the client's tokens (not in the paper)"
-    )
-    standardise: Literal["class", "client", "none"] = Field(
-        "class", description="model tokens on the scale of their class or of all the client's, or as they are (paper)"
-    )
-    epochs_generator: int = Field(400, ge=1, description="of the generator (paper: 400; authors' code: up to 500)")
-    lr_generator: float = Field(1e-4, gt=0, description="AdamW's rate for the generator (paper: 1e-4)")
-    decay_generator: float = Field(1e-4, ge=0, description="AdamW's weight decay for the generator (paper: 1e-4)")
-    generator_epoch: Literal["last", "best"] = Field(
-        "last", description="the generator kept: after all epochs, or the likeliest on the client's validation images"
-    )
-    patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
-    calibrate: bool = Field(
-        False, description="ours: give drawn tokens the mean and spread of the real ones, class by class"
-    )
-    clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
     synthetic_ratio: float = Field(1.5, gt=0, description="synthetic sequences per real one (authors' code: 1.5)")
     send: Literal["smaller", "sequences", "generator"] = Field(
         "smaller", description="what leaves: synthetic sequences or the generator, whichever is smaller (paper 3.6)"
@@ -89,12 +55,6 @@ class FalconConfig(HeadConfig):
     personal: bool = Field(False, description="ours: end with a mixture of heads chosen on the client's validation")
     epochs_personal: int = Field(20, ge=1, description="ours: fine-tuning of the global classifier at the client")
     lr_personal: float = Field(5e-4, gt=0, description="ours: Adam's rate of that fine-tuning")
-
-    @model_validator(mode="after")
-    def _widths(self) -> FalconConfig:
-        if self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
-        return self
 
 
 class Falcon(Method[FalconConfig], SyntheticFeatures):
@@ -184,7 +144,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         tokens, labels = parts.features.tokens(config, client, ctx), torch.from_numpy(client.labels)
         rows, _ = parts.heads.split_rows(client, ctx)
         classifier = parts.heads.local_classifier(config, client, tokens, ctx)
-        generator = self._generator(client, tokens, ctx)
+        generator = parts.sequences.local_generator(config, client, tokens, ctx)
         counts = torch.bincount(labels[rows], minlength=classes)
         wanted = torch.where(counts > 0, (config.synthetic_ratio * counts).round().clamp_min(1), 0).long()
         asked = torch.arange(classes).repeat_interleave(wanted)
@@ -209,68 +169,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         smaller = sequences.nbytes <= sum(value.nbytes for value in weights.values())
         return self.config.send == "sequences" or (self.config.send == "smaller" and smaller)
 
-    def _generator(self, client: Client, tokens: Tensor, ctx: Context) -> TokenGenerator:
-        """Section 2.4: the generator of this client's sequences."""
-        import torch
-
-        config, sizes = self.config, (tokens.shape[2], tokens.shape[1], len(ctx.task.classes))
-
-        def make() -> bytes:
-            rows, held_out = parts.heads.split_rows(client, ctx)
-            model = self._empty_generator(*sizes).to_empty(device="cpu")
-            labels = torch.from_numpy(client.labels)
-            unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
-            history = parts.sequences.train_generator(
-                model,
-                tokens[rows],
-                labels[rows],
-                ctx,
-                client.name,
-                standardise=config.standardise,
-                epochs=config.epochs_generator,
-                batch=config.batch,
-                lr=config.lr_generator,
-                weight_decay=config.decay_generator,
-                clip=config.clip,
-                patience=config.patience,
-                unseen=unseen,
-            )
-            drawn = 0
-            if config.calibrate:
-                rng = ctx.torch_rng("falcon", client.name, "calibration", device=ctx.device)
-                drawn = model.calibrate(tokens[rows].to(ctx.device), labels[rows].to(ctx.device), rng)
-            return pack("generator", model.state_dict(), {"history": history, "drawn": drawn})
-
-        depends_on = parts.heads.shared_by(config, GENERATOR, ctx)
-        state, info = unpack(ctx.shared("generator", client, depends_on, make), "generator")
-        curve = parts.heads.epoch_curve(info["history"], client.name, "NLL per token")
-        ctx.record.add("curves", f"{client.name}: generator", curve)
-        model = self._empty_generator(*sizes)
-        model.load_state_dict(state, assign=True)
-        model.eval().requires_grad_(False).to(ctx.device)
-        ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"]) + model.sampling_flops * info["drawn"]
-        return model
-
-    def _empty_generator(self, dim: int, length: int, classes: int) -> TokenGenerator:
-        """The generator without weights, on no device."""
-        import torch
-
-        config = self.config
-        with torch.device("meta"):
-            return steps.autoregression.TokenGenerator(
-                dim,
-                length,
-                classes,
-                scheme=config.scheme,
-                width=config.width,
-                layers=config.layers,
-                heads=config.heads,
-                hidden=config.feedforward,
-                components=config.components,
-                log_variance=(config.log_variance_floor, config.log_variance_floor + 10),
-                calibrated=config.calibrate,
-            )
-
     # --- at the server -------------------------------------------------------------------------------
 
     def check_upload(self, upload: Upload) -> None:
@@ -293,7 +191,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
             count = given.shape[0] if given is not None and given.ndim else 0
             shapes |= {"sequences": (count, length, dim), "labels": (count,)}
         else:
-            skeleton = self._empty_generator(dim, length, classes)
+            skeleton = parts.sequences.empty_generator(self.config, dim, length, classes)
             shapes |= {f"generator.{k}": s for k, s in models.heads.shapes_of(skeleton).items()}
             shapes["counts"] = (classes,)
         whole = ("labels", "counts")
@@ -385,7 +283,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
     def generator_of(self, upload: Upload) -> TokenGenerator:
         """The generator in, or behind, an upload, without its weights."""
         sizes = int(upload.extra["dim"]), int(upload.extra["tokens"]), len(upload.task.classes)
-        return self._empty_generator(*sizes)
+        return parts.sequences.empty_generator(self.config, *sizes)
 
     def sample_flops(self, upload: Upload) -> float:
         """Operations to draw one sequence (Fig. 5)."""
@@ -429,22 +327,14 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
     def _tuned(self, client: Client, start: Mapping[str, Tensor], tokens: Tensor, ctx: Context) -> dict[str, Tensor]:
         """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
         import torch
-        import torch.nn.functional as F
 
         config, classes, labels = self.config, len(ctx.task.classes), torch.from_numpy(client.labels)
         rows, held_out = parts.heads.split_rows(client, ctx)
         head = parts.heads.classifier(config, tokens.shape[2], classes)
         head.load_state_dict(dict(start))
-        head.to(ctx.device)
-        x_val, y_val = tokens[held_out].to(ctx.device), labels[held_out].to(ctx.device)
-
-        def score() -> float:
-            with torch.no_grad():
-                return float(F.cross_entropy(head(x_val), y_val))
-
         parts.sequences.learn_guided(
             f"personal {client.name}",
-            head,
+            head.to(ctx.device),
             [models.heads.load(config.head, start, classes).to(ctx.device)],
             tokens[rows],
             labels[rows],
@@ -454,7 +344,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
             epochs=config.epochs_personal,
             lr=config.lr_personal,
             batch=config.batch,
-            score=score if len(y_val) else None,
+            validation=(tokens[held_out], labels[held_out]),
             label=f"falcon: fine-tuning at {client.label}",
         )
         return {name: value.cpu() for name, value in head.state_dict().items()}

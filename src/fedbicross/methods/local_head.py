@@ -20,7 +20,6 @@ class LocalHead(Method[HeadConfig]):
     role = "baseline"
     Config = HeadConfig
     quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
-
     leaves = "Nothing."
     uses_local_models = False
     refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network

@@ -186,6 +186,44 @@ class HeadConfig(EncoderConfig):
         return 4 * dim if self.head_hidden is None else self.head_hidden
 
 
+class SequenceConfig(HeadConfig):
+    """A generator of token sequences and how a client trains it; FALCON's values are the defaults."""
+
+    scheme: Literal["mar", "ar", "nar"] = Field(
+        "mar", description="what a token depends on: multi-scale (paper), every token before it, or the class alone"
+    )
+    width: int = Field(768, ge=2, le=8192, description="hidden dimension of the generator (paper: 768)")
+    layers: int = Field(4, ge=1, le=64, description="of the generator (paper: 4)")
+    heads: int = Field(16, ge=1, le=64, description="attention heads of the generator (paper: 16)")
+    feedforward: int = Field(
+        768, ge=1, le=65_536, description="hidden width of its blocks (the paper's 144.33 MB: 768)"
+    )
+    components: int = Field(20, ge=1, le=1000, description="K: Gaussians per token (paper: 20)")
+    log_variance_floor: float = Field(
+        -4.0, ge=-20, le=2, description="smallest log-variance, on the scale of the client's tokens (not in the paper)"
+    )
+    standardise: Literal["class", "client", "none"] = Field(
+        "class", description="model tokens on the scale of their class or of all the client's, or as they are (paper)"
+    )
+    epochs_generator: int = Field(400, ge=1, description="of the generator (paper: 400; authors' code: up to 500)")
+    lr_generator: float = Field(1e-4, gt=0, description="AdamW's rate for the generator (paper: 1e-4)")
+    decay_generator: float = Field(1e-4, ge=0, description="AdamW's weight decay for the generator (paper: 1e-4)")
+    generator_epoch: Literal["last", "best"] = Field(
+        "last", description="the generator kept: after all epochs, or the likeliest on the client's validation images"
+    )
+    patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
+    calibrate: bool = Field(
+        False, description="ours: give drawn tokens the mean and spread of the real ones, class by class"
+    )
+    clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
+
+    @model_validator(mode="after")
+    def _widths(self) -> SequenceConfig:
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
+        return self
+
+
 class PooledConfig(EncoderConfig):
     """The encoder, and whose class frequencies the head assumes."""
 

@@ -32,9 +32,10 @@ from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import side_by_side, training
-from fedbicross.methods.synthesis import SynthesisConfig
+from fedbicross.parts.settings import SynthesisConfig
+from fedbicross.parts.students import learn
 from fedbicross.runs.environment import versions
-from fedbicross.steps.crosscluster import CrossCluster, split_rows
+from fedbicross.steps.bilevel import CrossCluster, split_rows
 from fedbicross.steps.inversion import (
     Inversion,
     InversionSettings,
@@ -187,7 +188,7 @@ def sample(seed: int) -> Sample:
 def student(way: Way, given: Sample | None = None) -> Callable[[], object]:
     learner, config = way.student(networks(1)[0]), SynthesisConfig()
     lesson = given or sample(0)
-    return lambda: config.learn(learner, lesson, 1e-3)
+    return lambda: learn(learner, lesson, config, 1e-3)
 
 
 def stage_two(clusters: int, way: Way) -> Callable[[], object]:
@@ -195,9 +196,9 @@ def stage_two(clusters: int, way: Way) -> Callable[[], object]:
     stage = CrossCluster(
         [way.student(model) for model in networks(clusters)],
         torch.full((clusters, clusters), 1 / clusters, device="cuda"),
-        SynthesisConfig().loss,
         torch.tensor(rows, device="cuda"),
         torch.tensor(held, device="cuda"),
+        temperature=SynthesisConfig().temperature,
         momentum=0.9,
         weight_decay=5e-4,
         lr_weights=0.1,

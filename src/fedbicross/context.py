@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
+from fedbicross.stages import Part, Stage
 from fedbicross.surroundings import MemoryStore as MemoryStore
 from fedbicross.surroundings import Progress as Progress
 from fedbicross.surroundings import Silent as Silent
@@ -104,6 +105,12 @@ class Context:
             self.record, self.watch.at_work = outer, None
 
     # --- checkpoints of named stages -----------------------------------------------------------------
+
+    def stage(
+        self, name: str, label: str, total: int, /, *, keep_end: bool = False, **parts: Part | Sequence[Part]
+    ) -> Stage:
+        """``total`` steps of work on these parts, begun or gone on with (`fedbicross.stages`)."""
+        return Stage(self, name, label, total, parts, keep_end)
 
     def load_stage(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """What ``save_stage`` kept under this name, or None."""

@@ -19,6 +19,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class MethodConfig(Settings):
+    """Base of every method's settings."""
+
+
 S = TypeVar("S", bound=Settings)
 
 

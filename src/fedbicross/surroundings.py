@@ -19,6 +19,11 @@ class Task:
     channels: int
     model: str  # of the server and its students; of clients too, unless they bring their own
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        return self.channels, self.image_size, self.image_size
+
     def as_json(self) -> dict[str, Any]:
         """The task as it stands in a manifest."""
         return {

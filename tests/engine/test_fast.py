@@ -22,6 +22,7 @@ from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_si
 from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
+from fedbicross.parts.teachers import load_teacher
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
 from fedbicross.steps.teachers import logits_and_bn_loss_of
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -251,4 +252,4 @@ def test_what_a_method_compiles_at_the_papers_settings(spec: str, expected: set[
     ctx, clients = replace(tiny_context(), fast=True), tiny_clients(5)
     method: Any = create(spec)
     uploads = [method.upload(client, ctx) for client in clients]
-    assert method.config.load_teacher(spec, uploads, ctx).ensemble.compile == expected
+    assert load_teacher(method.config, spec, uploads, ctx).ensemble.compile == expected

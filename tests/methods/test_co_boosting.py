@@ -16,7 +16,7 @@ from fedbicross.errors import MethodError
 from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.co_boosting import Boosting, describe_weights
-from fedbicross.methods.generative import Replay
+from fedbicross.parts.replay import Replay
 from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["co_boosting"], "epochs": 2, "steps": 2, "storage": "fp32", "lr": 0.02}
@@ -142,7 +142,7 @@ def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, A
 @pytest.mark.parametrize("settings", [{}, {"alpha_adv": 5.0, "hardness": 2.0, "alpha_bn": 0.01}])
 def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], uploads: list[Upload]) -> None:
     config, ctx = made(**settings).config, tiny_context()
-    server = Replay("co_boosting", config, made().load_teachers(uploads, ctx), ctx)
+    server = Replay("co_boosting", config, uploads, ctx)
     server.weights.copy_(torch.tensor([0.9, 0.1, 0.4]))
     reference = Slow(config, uploads, ctx)
     reference.weights = server.weights.clone()
@@ -157,7 +157,7 @@ def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], up
 @pytest.mark.usefixtures("float64")
 def test_perturbations_are_those_of_autograd_and_new_for_every_batch(uploads: list[Upload]) -> None:
     config, ctx = made(epsilon=0.5).config, tiny_context()
-    server = Replay("co_boosting", config, made().load_teachers(uploads, ctx), ctx)
+    server = Replay("co_boosting", config, uploads, ctx)
     server.weights.copy_(torch.tensor([0.9, 0.1, 0.4]))
     boosting, reference = Boosting(config, server), Slow(config, uploads, ctx)
     reference.weights = server.weights.clone()
@@ -176,7 +176,7 @@ def test_every_part_of_the_algorithm_matters(variant: str, uploads: list[Upload]
 def test_a_client_that_is_wrong_about_everything_loses_its_weight(uploads: list[Upload]) -> None:
     """The stored images are what the others call them, and it says the opposite."""
     config, ctx = made(batch=12).config, tiny_context()
-    server = Replay("co_boosting", config, made().load_teachers(uploads, ctx), ctx)
+    server = Replay("co_boosting", config, uploads, ctx)
     right = torch.nn.functional.one_hot(server.labels, 3) * 5.0
     boosting = Boosting(config, server)
     for _ in range(8):

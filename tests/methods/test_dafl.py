@@ -16,6 +16,7 @@ from fedbicross.context import Context
 from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.dafl import describe_missing, generator_loss
+from fedbicross.parts.teachers import load_ensemble
 from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["dafl"], "steps": 2, "lr": 0.02, "lr_generator": 2e-3}
@@ -104,7 +105,7 @@ def test_the_loss_and_its_gradient_for_mixed_architectures(losses: str, uploads:
     config, ctx = made(losses=losses).config, tiny_context()
     x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0), requires_grad=True)
     expected, logits = loss_of(config, slow.networks(mixed, ctx), x)
-    found = generator_loss(config, create("dafl").load_teachers(mixed, ctx), x)
+    found = generator_loss(config, load_ensemble(mixed, ctx, batch=12, at_once=None, passes={}), x)
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[4].detach(), logits, rtol=0, atol=1e-9)
     gradients = [torch.autograd.grad(loss, x)[0] for loss in (found[0], expected)]

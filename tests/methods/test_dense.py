@@ -17,7 +17,8 @@ from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
 from fedbicross.methods.dense import generator_loss
-from fedbicross.methods.synthesis import new_student
+from fedbicross.parts.students import new_student
+from fedbicross.parts.teachers import load_ensemble
 from fedbicross.runs.config import load_config
 from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
@@ -113,7 +114,7 @@ def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], up
     x = torch.randn((12, 3, 12, 12), generator=torch.Generator().manual_seed(0), requires_grad=True)
     labels, pupil, student = slow.labels_of(config, ctx), slow.Pupil(config, ctx), new_student(ctx, 0, passes=0)
     expected = loss_of(config, slow.networks(uploads, ctx), pupil, x, labels)
-    found = generator_loss(config, create("dense").load_teachers(uploads, ctx), student, x, labels)
+    found = generator_loss(config, load_ensemble(uploads, ctx, batch=12, at_once=None, passes={}), student, x, labels)
     assert found[3] < 0, "student and teacher disagree somewhere"
     torch.testing.assert_close(found[0], expected)
     gradients = [torch.autograd.grad(loss, x)[0] for loss in (found[0], expected)]
@@ -125,7 +126,7 @@ def test_the_loss_of_the_generator_and_its_gradient(settings: dict[str, Any], up
 
 def terms(config: Any, uploads: list[Upload], x: Tensor) -> tuple[list[Tensor], Tensor]:
     ctx = tiny_context()
-    ensemble = create("dense").load_teachers(uploads, ctx)
+    ensemble = load_ensemble(uploads, ctx, batch=12, at_once=None, passes={})
     leaf = x.clone().requires_grad_(True)
     found = generator_loss(config, ensemble, new_student(ctx, 0, passes=0), leaf, slow.labels_of(config, ctx))
     return found, torch.autograd.grad(found[2], leaf, allow_unused=True)[0] if found[2].requires_grad else leaf * 0

@@ -19,7 +19,8 @@ from fedbicross.errors import ConfigError, MethodError
 from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
-from fedbicross.steps.crosscluster import split_rows
+from fedbicross.parts.teachers import load_teacher
+from fedbicross.steps.bilevel import split_rows
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["fedbicross"], "personalisation": False}
@@ -301,7 +302,7 @@ def test_class_weights_are_renormalised_within_a_cluster(trained: Context) -> No
 
     method = bench("fedbicross:class_weighted")
     uploads = [method.upload(client, trained) for client in two_camps()]
-    everyone = method.config.load_teacher("fedbicross", uploads, tiny_context())
+    everyone = load_teacher(method.config, "fedbicross", uploads, tiny_context())
     part = _of_cluster(everyone, [0, 2])
     dark = torch.tensor([two_camps()[i].class_counts(3) for i in (0, 2)], dtype=torch.float64)
     expected = dark / dark.sum(0).clamp_min(1e-12)

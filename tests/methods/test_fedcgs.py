@@ -12,6 +12,7 @@ from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedcgs import FedCGS
+from fedbicross.parts.pooled import features
 from small import tiny_clients, tiny_context
 
 TINY = {"fedcgs": {"encoder": "tiny"}}
@@ -62,7 +63,7 @@ def test_the_model_is_the_gaussian_classifier_of_the_pooled_features() -> None:
     predictor = simulate(create("fedcgs", TINY), clients, ctx)["client-0"]
     everyone = pooled(clients)
     config = create("fedcgs", TINY).config
-    x = config.features(everyone, ctx).double().numpy()
+    x = features(config, everyone, ctx).double().numpy()
     sigma = np.cov(x.T)
     sigma += 1e-3 * np.trace(sigma) / len(sigma) * np.eye(len(sigma))
     inverse = np.linalg.inv(sigma)
@@ -107,7 +108,7 @@ def test_the_mean_over_windows_is_what_the_predictor_computes() -> None:
     ctx = tiny_context()
     method = create("fedcgs:hierarchy", TINY)
     predictor = simulate(method, clients, ctx)["client-0"]
-    x = method.config.features(clients[0], ctx)
+    x = features(method.config, clients[0], ctx)
     state = predictor.states[0]
     expected = torch.softmax(x @ state["head.weight"].T + state["head.bias"], 1).numpy()
     assert np.abs(predictor.probabilities(clients[0].images) - expected).max() < 1e-3

@@ -12,6 +12,7 @@ from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedpft import FedPFT
+from fedbicross.parts import pooled
 from small import tiny_clients, tiny_context
 
 TINY = {"fedpft": {"encoder": "tiny", "components": 3, "epochs": 30, "lr": 1e-2}}
@@ -32,7 +33,7 @@ def known_features(client: Client, per_image: int = 2) -> torch.Tensor:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FedPFT.Config, "features", lambda self, client, ctx: known_features(client))
+    monkeypatch.setattr(pooled, "features", lambda config, client, ctx: known_features(client))
 
 
 def many(count: int = 2, per_client: int = 600) -> list[Client]:
@@ -80,7 +81,7 @@ def test_no_real_feature_leaves() -> None:
     for components in (1, 20, 1000):
         method = create("fedpft", {"fedpft": {"encoder": "tiny", "components": components, "samples_per_component": 1}})
         upload = method.upload(client, ctx)
-        real = method.config.features(client, ctx)
+        real = pooled.features(method.config, client, ctx)
         sent = upload.tensors["means"]
         assert float(torch.cdist(sent.double(), real.double()).min()) > 1e-3
         drawn, _ = method.synthetic_tokens(upload, ctx)
@@ -139,7 +140,7 @@ def test_half_precision_halves_the_upload_and_stays_positive(spec: str) -> None:
 
 def test_features_too_large_for_half_precision_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     method = create("fedpft", {"fedpft": {**TINY["fedpft"], "precision": "float16"}})
-    monkeypatch.setattr(type(method.config), "features", lambda self, client, ctx: known_features(client) * 1e6)
+    monkeypatch.setattr(pooled, "features", lambda config, client, ctx: known_features(client) * 1e6)
     with pytest.raises(MethodError) as error:
         method.upload(many(1)[0], tiny_context(size=8))
     assert error.value.code == "overflow"

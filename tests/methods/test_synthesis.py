@@ -22,7 +22,6 @@ from fedbicross.exchange import Client, Upload
 from fedbicross.federation import records, simulate
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
-from fedbicross.methods.synthesis import new_student, rate, synthesis_flops
 from fedbicross.runs.config import load_config
 from fedbicross.steps import inversion
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -256,23 +255,6 @@ def test_class_counts_leave_only_where_the_teacher_needs_them(name: str, trained
     assert "class_counts" in counted.needs
 
 
-def test_class_weighted_teachers_trust_those_who_saw_the_class(uploads: list[Upload]) -> None:
-    config = tiny("fedisca:class_weighted").config
-    loud = [replace(uploads[0], class_counts=[1, 0, 0]), replace(uploads[1], class_counts=[0, 1, 1])]
-    teacher = config.load_teacher("fedisca", loud, tiny_context())
-    x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    parts = (teacher.ensemble.logits(x) / config.temperature).softmax(-1)
-    expected = torch.stack([parts[0, :, 0], parts[1, :, 1], parts[1, :, 2]], dim=1)
-    torch.testing.assert_close(teacher.original(x), expected / expected.sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize(("size", "jitter"), [(28, 2), (128, 2), (129, 30), (224, 30)])
-def test_jitter_grows_with_the_image(size: int, jitter: int) -> None:
-    assert create("fedisca").config.inversion(size).jitter == jitter
-    assert create("fedisca", {"fedisca": {"jitter": 5}}).config.inversion(size).jitter == 5
-    assert create("fedisca", {"fedisca": {"jitter": 99}}).config.inversion(28).jitter == 27, "a full turn is no shift"
-
-
 def test_the_papers_values_are_the_defaults() -> None:
     fedisca, e_fedisca, fedbicross = (create(name).config for name in NAMES)
     for config in (fedisca, e_fedisca, fedbicross):
@@ -282,33 +264,6 @@ def test_the_papers_values_are_the_defaults() -> None:
     assert (e_fedisca.steps, e_fedisca.memory, e_fedisca.threshold, e_fedisca.epochs) == (1000, 500, 50.0, 100)
     assert (fedbicross.steps, fedbicross.probes, fedbicross.validation_share) == (500, 256, 0.2)
     assert (fedbicross.gamma, fedbicross.delta, fedbicross.epochs_personal) == (0.5, 0.3, 10)
-
-
-def test_rates() -> None:
-    assert [rate("step", p) for p in (0.0, 0.49, 0.5, 0.75)] == pytest.approx([1, 1, 0.1, 0.01])
-    assert [rate("cosine", p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1, 0.5, 0])
-    assert rate("constant", 0.9) == 1
-
-
-def test_students_differ_by_number_and_by_seed() -> None:
-    ctx = tiny_context()
-    first, again, other = (new_student(ctx, k, passes=0) for k in (0, 0, 1))
-    ctx.seed = 1
-    weights = [student.state()["head.weight"] for student in (first, again, other, new_student(ctx, 0, passes=0))]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[3])
-
-
-def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
-    one = models.forward_flops("resnet8", 3, 3, 12)
-    assert synthesis_flops(tiny_context(), ["resnet8"] * 3, 12, 5, 7) == one * 12 * (2 * 3 * 5 + (2 * 3 + 3) * 7)
-    assert synthesis_flops(tiny_context(), ["resnet8"] * 3, 12, 5, 7, students=4) == one * 12 * (
-        2 * 3 * 5 + (2 * 3 + 12) * 7
-    )
-    for name, synthesis, distillation, students in [("fedisca", 6, 6, 1), ("e_fedisca", 3, 6, 1)]:
-        ctx = tiny_context()
-        tiny(name).fuse(uploads, ctx)
-        assert ctx.record.flops == synthesis_flops(ctx, ["resnet8"] * 3, 12, synthesis, distillation, students)
 
 
 @each

@@ -9,6 +9,7 @@ import torch
 
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.methods import create
+from fedbicross.parts.sequences import empty_generator
 from fedbicross.runs import runner
 from fedbicross.runs.audit import HEADER, AuditSettings, audit, table
 from fedbicross.runs.config import RunConfig, load_config
@@ -69,7 +70,7 @@ def test_what_is_measured_and_where_it_lies(run: Path, results: dict) -> None:
 
 def test_costs_of_a_generator_are_those_of_the_one_that_runs(run: Path, results: dict) -> None:
     cost = next(row["cost"] for row in results["rows"] if row["method"] == "falcon")
-    generator = create("falcon", TINY).config.generator(128, 5, 8)
+    generator = empty_generator(create("falcon", TINY).config, 128, 5, 8)
     parameters = sum(p.numel() for p in generator.state_dict().values())
     assert cost["generator_bytes"] == 4 * parameters
     assert cost["break_even_sequences"] == 4 * parameters // (5 * 128 * 4)

@@ -26,12 +26,17 @@ def problem(sources=3):
     return theta, inputs, teachers, validation
 
 
+def sgd_step(params, grads, buffers, lr, momentum, weight_decay):
+    moved = [momentum * b + g + weight_decay * p for p, g, b in zip(params, grads, buffers, strict=True)]
+    return [p - lr * b for p, b in zip(params, moved, strict=True)]
+
+
 def inner_step(w, theta, buffers, inputs, teachers, lr, momentum, weight_decay, graph):
     """Eq. 7 the direct way: the weighted loss is differentiated as one."""
     leaves = [p.detach().requires_grad_(True) for p in theta]
     loss = sum(w[j] * distill.kd_loss(forward(leaves, inputs[j]), teachers[j], 4.0) for j in range(len(inputs)))
     grads = torch.autograd.grad(loss, leaves, create_graph=graph)
-    return distill.sgd_step(leaves, grads, buffers, lr, momentum, weight_decay)[0]
+    return sgd_step(leaves, grads, buffers, lr, momentum, weight_decay)
 
 
 def source_gradients(theta, inputs, teachers):
@@ -61,7 +66,7 @@ def test_hypergradient_equals_double_backward_and_finite_differences(momentum, w
 
     gradients = source_gradients(theta, inputs, teachers)
     combined = bilevel.weighted_gradient(w, gradients)
-    updated, _ = distill.sgd_step(theta, combined, buffers, lr, momentum, weight_decay)
+    updated = sgd_step(theta, combined, buffers, lr, momentum, weight_decay)
     leaves = [p.requires_grad_(True) for p in updated]
     at_updated = torch.autograd.grad(distill.kd_loss(forward(leaves, x_val), t_val, 4.0), leaves)
     exact = bilevel.hypergradient(at_updated, gradients, lr)

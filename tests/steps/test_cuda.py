@@ -61,7 +61,7 @@ def test_inversion_gives_the_cpu_numbers_without_waiting() -> None:
     labels = inversion.balanced_labels(8, 4)
     cpu_run = Inversion.start(on_cpu, labels, (3, 6, 6), chosen, torch.Generator().manual_seed(0), torch.float64)
     state = {name: tensor.cuda() for name, tensor in cpu_run.tensors().items()}
-    gpu_run = Inversion.from_tensors(on_gpu, chosen, state)
+    gpu_run = Inversion(on_gpu, chosen, state)
     with no_waiting():
         for _ in range(5):
             gpu_run.step()
@@ -105,11 +105,9 @@ def test_memory_keeps_its_rule_without_waiting() -> None:
     losses = torch.tensor([90.0, 10.0, 80.0, 20.0, 70.0], device="cuda")
     batches = torch.arange(5.0, device="cuda").view(5, 1, 1, 1, 1).expand(5, 2, 1, 2, 2)
     memory.add(batches[0], losses[0])
-    generator = torch.Generator("cuda").manual_seed(0)
     with no_waiting():
         for step in range(1, 5):
             memory.add(batches[step], losses[step])
-        memory.sample(generator)
     assert memory.batches()[:, 0, 0, 0, 0].tolist() == [4, 1, 3]
 
 

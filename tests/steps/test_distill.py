@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fedbicross.errors import MethodError
 from fedbicross.steps import distill
@@ -116,29 +115,6 @@ def test_personal_loss_is_equation_9():
     assert loss.total.item() == pytest.approx(cross_entropy + 0.5 * from_cluster + 0.3 * from_client)
     assert loss.from_cluster.item() == pytest.approx(from_cluster)
     assert loss.from_client.item() == pytest.approx(from_client)
-
-
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 5e-4)])
-def test_sgd_equals_torch(momentum, weight_decay):
-    params = [noise(3, 2), noise(4)]
-    reference = [nn.Parameter(p.clone()) for p in params]
-    optimizer = torch.optim.SGD(reference, lr=0.1, momentum=momentum, weight_decay=weight_decay)
-    buffers = distill.zero_buffers(params)
-    for step in range(6):
-        grads = [noise(3, 2, seed=step), noise(4, seed=50 + step)]
-        for parameter, grad in zip(reference, grads, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
-        params, buffers = distill.sgd_step(params, grads, buffers, 0.1, momentum, weight_decay)
-    for mine, theirs in zip(params, reference, strict=True):
-        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-14)
-
-
-def test_sgd_is_pure():
-    params, buffers = [noise(3)], [noise(3, seed=1)]
-    kept = [params[0].clone(), buffers[0].clone()]
-    distill.sgd_step(params, [noise(3, seed=2)], buffers, 0.1, 0.9, 0.1)
-    assert torch.equal(params[0], kept[0]) and torch.equal(buffers[0], kept[1])
 
 
 def test_schedules():

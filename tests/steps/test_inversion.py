@@ -154,7 +154,7 @@ def test_a_stopped_run_continues_to_the_same_bytes():
     for _ in range(2):
         stopped.step()
     saved = {name: tensor.clone() for name, tensor in stopped.tensors().items()}
-    resumed = Inversion.from_tensors(tiny_ensemble(2), SMALL, saved)
+    resumed = Inversion(tiny_ensemble(2), SMALL, saved)
     assert resumed.t == 2
     for _ in range(SMALL.steps - 2):
         resumed.step()

@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fedbicross.steps.mixtures import (
     Covariance,
     Mixture,
+    _triangles,
     component_count,
-    covariance_matrices,
     fit_mixture,
     log_density,
     sample,
@@ -19,6 +20,16 @@ from fedbicross.steps.mixtures import (
 )
 
 KINDS: tuple[Covariance, ...] = ("diag", "spherical", "full")
+
+
+def covariance_matrices(mixture: Mixture, covariance: str) -> Tensor:
+    """Σ of every component, [K,D,D]."""
+    width = mixture.means.shape[1]
+    if covariance == "full":
+        lower = _triangles(mixture.scales, width)
+        return lower @ lower.transpose(1, 2)
+    scales = mixture.scales if covariance == "diag" else mixture.scales[:, None].expand(-1, width)
+    return torch.diag_embed(scales.square())
 
 
 def fit(x: np.ndarray, components: int = 3, covariance: Covariance = "diag", **options: float) -> Mixture:

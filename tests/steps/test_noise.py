@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbicross.steps import _fields, noise
+from fedbicross.steps import noise
 from fedbicross.steps.inversion import structure
 
 KINDS = ["pink", "dead_leaves", "oriented"]
@@ -48,7 +48,7 @@ def spectrum_slope(images):
 
 
 def test_pink_spectra_fall_with_exponents_from_a_half_to_one_and_a_half():
-    fields = _fields.pink_field((200, 4, 64, 64), generator())
+    fields = noise.pink_field((200, 4, 64, 64), generator())
     slopes = np.array([spectrum_slope(field[None].numpy()) for field in fields])
     assert slopes.min() > -1.7 and slopes.max() < -0.3
     assert slopes.mean() == pytest.approx(-1.0, abs=0.06)
@@ -56,7 +56,7 @@ def test_pink_spectra_fall_with_exponents_from_a_half_to_one_and_a_half():
 
 
 def test_pink_fields_are_standardised():
-    field = _fields.pink_field((5, 3, 28, 28), generator())
+    field = noise.pink_field((5, 3, 28, 28), generator())
     torch.testing.assert_close(field.mean((2, 3)), torch.zeros(5, 3), rtol=0, atol=1e-5)
     torch.testing.assert_close(field.square().mean((2, 3)), torch.ones(5, 3), rtol=0, atol=1e-4)
 
@@ -69,7 +69,7 @@ def test_dead_leaves_are_patches_of_one_colour():
 
 
 def test_the_wavelet_bank_holds_forty_different_filters_and_their_negatives():
-    bank = _fields.wavelet_bank(torch.device("cpu"))
+    bank = noise.wavelet_bank(torch.device("cpu"))
     assert bank.shape == (40, 3, 3)
     torch.testing.assert_close(bank[20:], -bank[:20])
     torch.testing.assert_close(bank.flatten(1).norm(dim=1), torch.ones(40))
@@ -77,7 +77,7 @@ def test_the_wavelet_bank_holds_forty_different_filters_and_their_negatives():
 
 
 def test_wavelets_of_an_image_come_from_five_to_forty():
-    chosen = _fields.wavelet_choices(60, 200, 3, generator())
+    chosen = noise.wavelet_choices(60, 200, 3, generator())
     assert chosen.shape == (3, 60, 200, 3, 3)
     used = [len(torch.unique(chosen[:, i].reshape(-1, 9), dim=0)) for i in range(60)]
     assert min(used) >= 5 and max(used) <= 40 and max(used) - min(used) > 20
@@ -136,15 +136,13 @@ def test_for_a_falling_loss_the_threshold_does_not_matter():
     assert remembered(losses, 10, 62.0) == remembered(losses, 10, 95.0) == remembered(losses, 10, 0.0)
 
 
-def test_memory_samples_every_stored_batch_and_no_empty_slot():
+def test_memory_hands_out_every_stored_batch_and_no_empty_slot():
     memory = noise.Memory(size=10)
     with pytest.raises(ValueError, match="empty"):
-        memory.sample(generator())
+        memory.batches()
     for step in range(1, 5):
         memory.add(batch(step), torch.tensor(1.0))
-    assert len(memory) == 4
-    draws = generator()
-    assert {int(memory.sample(draws)[0, 0, 0, 0]) for _ in range(60)} == {1, 2, 3, 4}
+    assert len(memory) == 4 and memory.batches()[:, 0, 0, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_memory_survives_a_checkpoint():
@@ -155,11 +153,14 @@ def test_memory_survives_a_checkpoint():
         stopped.add(batch(step), losses[step])
     saved = stopped.tensors()
     stopped.add(batch(99), torch.tensor(0.0))  # what was saved is a snapshot
-    resumed = noise.Memory.from_tensors(saved, size=6)
+    resumed = noise.Memory(size=6)
+    resumed.load(saved)
     for step in range(12, 30):
         straight.add(batch(step), losses[step])
         resumed.add(batch(step), losses[step])
     assert torch.equal(straight.batches(), resumed.batches()) and len(resumed) == 6
     for name, tensor in straight.tensors().items():
         assert torch.equal(tensor, resumed.tensors()[name])
-    assert len(noise.Memory.from_tensors(noise.Memory(3).tensors(), size=3)) == 0
+    empty = noise.Memory(3)
+    empty.load(empty.tensors())
+    assert len(empty) == 0

@@ -7,7 +7,7 @@ import torch
 from fedbicross.bundle import pack, unpack
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.steps.inversion import InversionSettings
-from fedbicross.steps.sources import FinishedOnly, NoiseOnly, SampleMemory
+from fedbicross.steps.sources import Batches, FinishedOnly, NoiseOnly, SampleMemory
 from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
 
 from .tiny import Tiny, randomised
@@ -73,10 +73,10 @@ def order(epoch):
 
 
 def test_every_sample_is_a_finished_batch_of_this_or_an_earlier_epoch():
-    pool = []
+    pool = Batches()
     for epoch in range(3):
         samples = list(FinishedOnly(trajectory(epoch), pool, order(epoch)))
-        assert len(pool) == epoch + 1 and torch.equal(pool[-1], finished(epoch))
+        assert len(pool) == epoch + 1 and torch.equal(pool.images[-1], finished(epoch))
         for sample, index in zip(samples, order(epoch)(len(pool)), strict=True):
             assert torch.equal(sample.images, finished(index))
             assert sample.lam == 0 and sample.adapted is sample.original
@@ -86,14 +86,15 @@ def test_every_sample_is_a_finished_batch_of_this_or_an_earlier_epoch():
 
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_stopped_draws_go_on_with_the_same_pool(stop):
-    pool = [finished(0)]
+    pool, again = Batches(), Batches()
+    pool.add(finished(0))
     first = FinishedOnly(trajectory(1), pool, order(1))
     iterator = iter(first)
     for _ in range(stop):
         next(iterator)
-    tensors = kept(first)  # also: no tensor is stored twice, which the format refuses
-    again = FinishedOnly.pool_of(tensors)
-    assert len(again) == 2 and torch.equal(again[0], finished(0)) and torch.equal(again[1], finished(1))
+    tensors = kept(first)
+    again.load(kept(pool))
+    assert len(again) == 2 and all(torch.equal(again.images[i], finished(i)) for i in range(2))
     continued = FinishedOnly(
         Trajectory.from_tensors(teacher("none"), SETTINGS, tensors), again, order(1), int(tensors["drawn"])
     )
@@ -102,10 +103,6 @@ def test_stopped_draws_go_on_with_the_same_pool(stop):
     for sample, index in zip(rest, order(1)(2)[stop:], strict=True):
         assert torch.equal(sample.images, finished(index))
     assert len(again) == 2, "the batch is not made a second time"
-
-
-def test_a_checkpoint_of_something_else_has_no_pool():
-    assert FinishedOnly.pool_of({"done": torch.tensor(3), "images": torch.zeros(1)}) == []
 
 
 # --- memory of samples -----------------------------------------------------------------------------------

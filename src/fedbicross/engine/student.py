@@ -75,7 +75,7 @@ class Student:
 
     @torch.no_grad()
     def update(self, gradients: Sequence[Tensor], lr: float | Tensor, momentum: float, weight_decay: float) -> None:
-        """SGD in place, as `distill.sgd_step`: b ← m b + g + wd θ, θ ← θ − lr b."""
+        """SGD in place, as in torch.optim: b ← m b + g + wd θ, θ ← θ − lr b."""
         params: list[Tensor] = list(self.params.values())
         if _FUSED_SGD and self.fast and momentum > 0 and isinstance(lr, Tensor):
             # The same as below, in one pass over every weight.

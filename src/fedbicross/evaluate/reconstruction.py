@@ -9,7 +9,6 @@ real reconstructions held against the wrong image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -261,10 +260,3 @@ def to_unit_range(images: Tensor, pixels: int) -> Tensor:
     """uint8 [n,C,H,W] to [0,1], shrunk by area to at most ``pixels`` a side."""
     out = images.float() / 255
     return out if out.shape[-1] <= pixels else F.interpolate(out, size=(pixels, pixels), mode="area")
-
-
-def nearest_cosine(tokens: Tensor, real: Tensor) -> Tensor:
-    """For each token [n,D] the highest cosine to any of ``real`` [m,D]: 1 means that a real token was sent."""
-    unit = F.normalize(real.double(), dim=1)
-    parts: Iterable[Tensor] = torch.split(F.normalize(tokens.double(), dim=1), 4096)
-    return torch.cat([(part @ unit.T).max(1).values for part in parts])

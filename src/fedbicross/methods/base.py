@@ -10,16 +10,12 @@ from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
-from fedbicross.settings import Settings
+from fedbicross.settings import MethodConfig as MethodConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fedbicross.models.encoders import EncoderSpec
-
-
-class MethodConfig(Settings):
-    """Base of every method's settings."""
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
@@ -116,6 +112,8 @@ class Method(ABC, Generic[ConfigT]):
         unknown = [str(key)[:32] for key in upload.extra if key not in self.extra_keys]
         if unknown:
             raise UploadError("manifest", f"{self.name} takes no {unknown[:3]} in 'extra'")
+        if not isinstance(upload.extra.get("encoder", {}), Mapping):
+            raise UploadError("encoder_mismatch", f"{upload.client!r}: 'encoder' describes none")
 
 
 class SyntheticFeatures(ABC):

@@ -17,16 +17,8 @@ class Centralised(Method[MethodConfig]):
     summary = "upper bound: one network on the pooled images, not federated"
     role = "upper_bound"
     pools_data = True
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return "Every image and label: not federated, shown only as an upper bound."
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: the pooled network has the server's architecture."""
-        return ""
+    leaves = "Every image and label: not federated, shown only as an upper bound."
+    refuses_mixed_models = ""  # the pooled network has the server's architecture
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Refused: pooling images is what a federation exists to avoid."""

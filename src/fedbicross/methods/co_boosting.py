@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, steps
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.generative import GenerativeMethod, Replay, ReplayConfig, flops
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ReplayConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fedbicross.parts.replay import Replay
 
 HINTS = {
     "uniform": "the clients contradict each other, and reweighting did not help: raise lr_weights, or try fedbicross",
@@ -58,12 +61,15 @@ class CoBoostingConfig(ReplayConfig):
     clip: float | None = Field(10.0, gt=0, description="largest norm of a gradient (authors' code: 10)")
 
 
-class CoBoosting(GenerativeMethod[CoBoostingConfig]):
+class CoBoosting(Method[CoBoostingConfig]):
     """One global student for everyone, from an ensemble whose weights are learned."""
 
     name = "co_boosting"
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
     Config = CoBoostingConfig
+    personal = False
+    leaves = "The trained network; the server trains a generator of images against it."
+    refuses_mixed_models = ""  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "lr_weights": 0.01,
@@ -98,15 +104,22 @@ class CoBoosting(GenerativeMethod[CoBoostingConfig]):
     }
 
     @property
-    def needs_batchnorm(self) -> bool:
-        """Only with a batch-norm term, which the paper does not have."""
-        return self.config.alpha_bn > 0
+    def needs(self) -> frozenset[str]:
+        """Weights, and batch-normalisation statistics only for a term that the paper does not have."""
+        return frozenset({"weights", *(["bn_stats"] if self.config.alpha_bn > 0 else [])})
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network."""
+        return parts.teachers.send_network(client, ctx)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: hard images, perturbed; better weights; distillation; epoch after epoch."""
         config = self.config
-        ensemble = self.load_teachers(uploads, ctx, config.bn_distance)
-        boosting = Boosting(config, Replay(self.name, config, ensemble, ctx))
+        boosting = Boosting(config, parts.replay.Replay(self.name, config, uploads, ctx, "bn_stats" in self.needs))
         server, moving = boosting.server, config.weight_step != "none"
         whole_pool = moving and config.reweight_on == "stored"
         for epoch in server.epochs():
@@ -130,7 +143,7 @@ class CoBoosting(GenerativeMethod[CoBoostingConfig]):
 
     def _flops(self, uploads: Sequence[Upload], server: Replay) -> int:
         config = self.config
-        clients, student, generator = flops(uploads, server.ctx, server.generator.settings)
+        clients, student, generator = parts.costs.forward_flops(server.ctx, uploads, server.generator.settings)
         asked = 3 if config.epsilon else 1  # a perturbation is a pass forward and one back
         made = 2 * clients + (2 * student if config.alpha_adv else 0) + 3 * generator
         return config.batch * (config.epochs * config.steps * made + server.learning * (asked * clients + 3 * student))
@@ -206,7 +219,7 @@ def describe_weights(ctx: Context, names: Sequence[str], history: Sequence[Tenso
 
     shares = torch.stack(list(history)).cpu()
     shares = shares / shares.sum(1, keepdim=True)
-    every = max(1, len(shares) // steps.diagnosis.MOST_POINTS)
+    every = max(1, len(shares) // parts.diagnosis.MOST_POINTS)
     x = list(range(0, len(shares), every))
     rows = [name if len(name) <= 32 else name[:29] + "..." for name in names]
     values = [[round(float(shares[epoch, k]), 4) for epoch in x] for k in range(len(rows))]

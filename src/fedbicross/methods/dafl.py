@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.generative import (
-    GenerativeConfig,
-    GenerativeMethod,
-    GeneratorWatch,
-    flops,
-    generator_settings,
-)
-from fedbicross.methods.synthesis import image_shape, new_student
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,14 +31,23 @@ HINTS = {
 }
 
 
-class DAFLConfig(GenerativeConfig):
+class DAFLConfig(MethodConfig):
     """DAFL's settings; the paper's values (MNIST) are the defaults."""
 
     epochs: int = Field(200, ge=1, description="epochs (MNIST: 200; CIFAR-10: 2,000)")
     steps: int = Field(120, ge=1, description="steps per epoch, each of generator and student (authors' code: 120)")
     batch: int = Field(512, ge=2, description="B: images per step (MNIST: 512; CIFAR-10: 1,024)")
     latent: int = Field(100, ge=1, description="length of the latent vector z (MNIST: 100; CIFAR-10: 1,000)")
+    width: int = Field(128, ge=2, description="channels of the generator (authors' code: 128); fewer are faster")
     lr_generator: float = Field(2e-2, gt=0, description="Adam's rate on the generator (CIFAR-10 script: 0.02)")
+    temperature: float = Field(20.0, gt=0, description="τ of the distillation, with τ² (DAFL: 1; one-shot papers: 20)")
+    lr: float = Field(0.1, gt=0, description="the student's SGD rate (CIFAR-10 script: 0.1)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
+    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD (CIFAR-10 script: 5e-4)")
+    teachers_at_once: int | None = Field(
+        None, ge=1, description="clients in memory at once during generation; none: as many as fit (ours, for large N)"
+    )
+    clip: float | None = Field(None, gt=0, description="largest norm of a gradient of generator or student; none: any")
     weight_onehot: float = Field(1.0, ge=0, description="weight of the one-hot loss (paper: 1)")
     weight_activation: float = Field(0.1, ge=0, description="α: weight of the activation loss (paper: 0.1)")
     weight_entropy: float = Field(5.0, ge=0, description="β: weight of the information-entropy loss (paper: 5)")
@@ -56,18 +57,19 @@ class DAFLConfig(GenerativeConfig):
     output: Literal["tanh", "standardised"] = Field(
         "tanh", description="images in the clients' range, or standardised whatever that range is (authors' code)"
     )
-    temperature: float = Field(20.0, gt=0, description="τ of the distillation, with τ² (DAFL: 1; one-shot papers: 20)")
-    lr: float = Field(0.1, gt=0, description="the student's SGD rate (CIFAR-10 script: 0.1)")
-    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD (CIFAR-10 script: 5e-4)")
     schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 40 % and 80 % (code)")
 
 
-class DAFL(GenerativeMethod[DAFLConfig]):
+class DAFL(Method[DAFLConfig]):
     """One global student for everyone."""
 
     name = "dafl"
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
     Config = DAFLConfig
+    personal = False
+    leaves = "The trained network; the server trains a generator of images against it."
+    refuses_mixed_models = ""  # only the clients' logits are combined
+    needs = frozenset({"weights"})
     variants = {
         "cifar10": {
             "epochs": 2000,
@@ -117,26 +119,38 @@ class DAFL(GenerativeMethod[DAFLConfig]):
         "schedule": "cosine",
     }
 
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network."""
+        return parts.teachers.send_network(client, ctx)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
+
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1 of DAFL: generator and student, step by step together."""
         import torch
 
         config = self.config
         total = config.epochs * config.steps
-        ensemble, student = self.load_teachers(uploads, ctx), new_student(ctx, 0, total)
-        settings = generator_settings(config, output=config.output, eps=0.8, init="uniform")
-        generator = steps.generators.ImageGenerator(settings, image_shape(ctx), config.batch, ctx.device, ctx.precision)
+        passes = {"match": total, "stored": total, "features": total}
+        ensemble = parts.teachers.load_ensemble(
+            uploads, ctx, batch=config.batch, at_once=config.teachers_at_once, passes=passes
+        )
+        student = parts.students.new_student(ctx, 0, total)
+        settings = steps.generators.GeneratorSettings(
+            latent=config.latent,
+            width=config.width,
+            lr=config.lr_generator,
+            clip=config.clip,
+            output=config.output,
+            eps=0.8,
+            init="uniform",
+        )
+        shape = ctx.task.image_shape
+        generator = steps.generators.ImageGenerator(settings, shape, config.batch, ctx.device, ctx.precision)
         generator.reset(ctx.torch_rng("generator"))
-        watch = GeneratorWatch(ctx, config.epochs, total, total)
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            student.load(take_group(checkpoint[0], "student"))
-            generator.load(take_group(checkpoint[0], "generator"))
-            watch.load(take_group(checkpoint[0], "watch"))
-
-        def state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-            parts = {"student": student.tensors(), "generator": generator.tensors(), "watch": watch.tensors()}
-            return join_groups(**parts), {}
+        watch = parts.watch.GeneratorWatch(ctx, config.epochs, total, total)
 
         def draw(*names: str) -> Tensor:
             rng = ctx.torch_rng("latent", *names, device=ctx.device)
@@ -147,31 +161,35 @@ class DAFL(GenerativeMethod[DAFLConfig]):
             return [images, *terms]
 
         kept: dict[str, Any] = {}
-        update = ctx.progress.start(f"{self.name}: generating and distilling", total)
-        for step in range(watch.step, total):
+        label = f"{self.name}: generating and distilling"
+        stage = ctx.stage("distillation", label, total, student=student, generator=generator, watch=watch)
+        for step in stage.steps():
+            stage.note = f"epoch {step // config.steps + 1}/{config.epochs}"
             run = engine.fast.recorded(kept, "generate", generate, generator.in_place, ctx.fast)
             images, *terms, logits = run(draw(f"step-{step}"))
             watch.generated(**dict(zip(("generator", "one-hot", "entropy", "activation"), terms, strict=True)))
-            soft = steps.distill.soften(logits, config.temperature)
-            watch.learned(config.learn(student, images, soft, config.lr * self._rate(step / total)))
+            loss = parts.students.learn_soft(
+                student,
+                images,
+                steps.distill.soften(logits, config.temperature),
+                config.lr * parts.students.rate(config.schedule, stage.progress, milestones=(0.4, 0.8)),
+                temperature=config.temperature,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                clip=config.clip,
+            )
+            watch.learned(loss)
             if watch.step % config.steps == 0:
                 watch.show(watch.step // config.steps, images, logits.argmax(-1))
-            update(watch.step, f"epoch {step // config.steps + 1}/{config.epochs}")
-            ctx.save_stage_when_due("distillation", state)
         with torch.no_grad():
             images = generator.images(draw("end"))
             logits = ensemble.logits(images).mean(0)
         describe_missing(ctx, logits)
         watch.describe(images, logits.argmax(-1), logits, student, HINTS)
-        of_clients, of_student, of_generator = flops(uploads, ctx, settings)
+        of_clients, of_student, of_generator = parts.costs.forward_flops(ctx, uploads, settings)
         ctx.record.flops += config.batch * total * (2 * of_clients + 3 * of_student + 3 * of_generator)
         reply = Reply(student.state(), {"architecture": ctx.task.model})
         return [reply for _ in uploads]
-
-    def _rate(self, progress: float) -> float:
-        if self.config.schedule == "step":
-            return steps.distill.multi_step(progress, (0.4, 0.8))
-        return steps.distill.cosine(progress) if self.config.schedule == "cosine" else 1.0
 
 
 def generator_loss(config: DAFLConfig, ensemble: Ensemble, x: Tensor) -> list[Tensor]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.generative import GenerativeMethod, Replay, ReplayConfig, flops
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ReplayConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +54,15 @@ class DENSEConfig(ReplayConfig):
         return self.alpha_bn > 0 and not self.authors_code
 
 
-class DENSE(GenerativeMethod[DENSEConfig]):
+class DENSE(Method[DENSEConfig]):
     """One global student for everyone."""
 
     name = "dense"
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
     Config = DENSEConfig
+    personal = False
+    leaves = "The trained network; the server trains a generator of images against it."
+    refuses_mixed_models = ""  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "authors_code": True,
@@ -93,14 +97,22 @@ class DENSE(GenerativeMethod[DENSEConfig]):
     }
 
     @property
-    def needs_batchnorm(self) -> bool:
-        """Only where L_BN takes part."""
-        return self.config.matches_batchnorm
+    def needs(self) -> frozenset[str]:
+        """Weights, and batch-normalisation statistics only where L_BN takes part."""
+        return frozenset({"weights", *(["bn_stats"] if self.config.matches_batchnorm else [])})
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network."""
+        return parts.teachers.send_network(client, ctx)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: train the generator, keep its images, distil; epoch after epoch."""
         config = self.config
-        server = Replay(self.name, config, self.load_teachers(uploads, ctx, config.bn_distance), ctx)
+        server = parts.replay.Replay(self.name, config, uploads, ctx, "bn_stats" in self.needs)
 
         def soften(images: Tensor) -> Tensor:
             return steps.distill.combine_logits(server.ask(images), "mean_logits", config.temperature)
@@ -116,7 +128,7 @@ class DENSE(GenerativeMethod[DENSEConfig]):
             for batch in server.distillation():
                 server.teach(batch["images"], batch["soft"] if still else soften(batch["images"]))
         server.describe(HINTS)
-        clients, student, generator = flops(uploads, ctx, server.generator.settings)
+        clients, student, generator = parts.costs.forward_flops(ctx, uploads, server.generator.settings)
         made, asked = config.epochs * config.steps, config.epochs if still else server.learning
         judged = 2 * student if config.alpha_adv else 0
         work = made * (2 * clients + judged + 3 * generator) + asked * clients + server.learning * 3 * student

@@ -7,29 +7,23 @@ batches with structured noise at falling noise levels (Eq. 9) and distil from or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
-from fedbicross.methods.synthesis import (
-    Watch,
-    image_shape,
-    on_device,
-    rate,
-    synthesis_flops,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.ensemble import Statistics
+    from fedbicross.parts.watch import Watch
     from fedbicross.steps.noise import Memory
     from fedbicross.steps.trajectory import Sample, Teacher
 
@@ -68,11 +62,12 @@ class EFedISCAConfig(ShotsConfig):
         return self.epochs * self.steps_distil
 
 
-class EFedISCA(MultiShotMethod[EFedISCAConfig]):
+class EFedISCA(Method[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
 
     name = "e_fedisca"
     summary = "one synthesis, then distillation on its mixtures with structured noise (MedIA 2025)"
+    personal = False
     Config = EFedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},
@@ -105,93 +100,100 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         "noise_images": 2000,
     }
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves(self.rounds)
+
+    @property
+    def rounds(self) -> int:
+        """How often networks travel."""
+        return self.config.shots
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the shot."""
+        return frozenset({"shot"} if self.rounds > 1 else ())
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """With one shot nothing; with several the student's weights must fit into every client."""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network; from the second shot on, trained again from the last student."""
+        return parts.shots.upload(self.config, client, ctx, previous)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
+
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""
         config = self.config
-        shot, ctx = self.at_shot(uploads, ctx)
-        teacher = config.load_teacher(self.name, uploads, ctx)
+        shot, ctx = parts.shots.at_shot(self.name, config, uploads, ctx)
+        teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
         total = config.distillation_steps
-        watch = Watch("student", ctx, config.steps, total)
+        watch = parts.watch.Watch("student", ctx, config.steps, total)
         stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
-        student = self.first_student(shot, ctx)
-        statistics: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
-        begin, done = 0, 0
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            begin, done = checkpoint[1]["epoch"], checkpoint[1]["done"]
-            student.load(take_group(checkpoint[0], "student"))
-            watch.load(take_group(checkpoint[0], "watch"))
-            if statistics is not None:
-                saved = on_device(take_group(checkpoint[0], "statistics"), ctx.device)
-                statistics = engine.ensemble.statistics_from_tensors(saved)
-        update = ctx.progress.start(f"{self.name}: distillation", total)
-        for epoch in range(begin, config.epochs):
+        student = parts.shots.first_student(self.name, config, shot, ctx)
+        adapted: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
+
+        def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> Lessons:
+            nonlocal adapted  # by every epoch further than by the one before
             mixtures = Mixtures(epoch, stored, noise, config, ctx)
-            if statistics is not None and not done:
+            if adapted is not None and saved is not None:
+                adapted = engine.ensemble.statistics_from_tensors(saved)
+            elif adapted is not None:
                 last = steps.adaptation.window(config.momentum_adaptation)
                 rising = (mixtures.at(s, s / config.steps_distil, "adaptation") for s in mixtures.steps[-last:])
-                statistics = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, statistics)
-            for sample in engine.fast.ahead(Lessons(mixtures, teacher, statistics, done), ctx.fast):
-                loss = config.learn(student, sample, config.lr * rate(config.schedule, watch.step / total))
-                watch.step += 1
-                watch.curves.add(watch.step, distillation=loss)
-                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
+                adapted = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, adapted)
+            return Lessons(mixtures, teacher, adapted, 0 if saved is None else int(saved["done"]))
 
-                kept = {} if statistics is None else engine.ensemble.statistics_to_tensors(statistics)
-
-                def state(
-                    epoch: int = epoch, s: int = sample.t, kept: dict[str, Tensor] = kept
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups = {"student": student.tensors(), "watch": watch.tensors(), "statistics": kept}
-                    return join_groups(**groups), {"epoch": epoch, "done": s}
-
-                if watch.step < total:  # the last step is made again, since its sample is described below
-                    ctx.save_stage_when_due("distillation", state)
-            done = 0
+        stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=watch)
+        for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
+            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            loss = parts.students.learn(student, sample, config, lr)
+            watch.step += 1
+            watch.curves.add(watch.step, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
-        )
-        reply = self.reply(student, shot, ctx)
+        ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
+        reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]
 
     def _synthesise(self, teacher: Teacher, watch: Watch, ctx: Context) -> Memory:
         """Lines 4-10: one synthesis; batches with a low loss go to the memory."""
         config = self.config
-        settings = config.inversion(ctx.task.image_size)
+        settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
         memory = steps.noise.Memory(config.memory, config.threshold)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         rng = ctx.torch_rng("synthesis", "cluster-0", "trajectory-0", device=ctx.device)
-        inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, image_shape(ctx), settings, rng)
-        curves = steps.diagnosis.Curves(config.steps)
-        checkpoint = ctx.load_stage("synthesis")
-        if checkpoint is not None:
-            tensors = on_device(checkpoint[0], ctx.device)
-            inversion = steps.inversion.Inversion.from_tensors(
-                teacher.ensemble, settings, take_group(tensors, "inversion")
-            )
-            memory = steps.noise.Memory.from_tensors(take_group(tensors, "memory"), config.memory, config.threshold)
-            curves.load(take_group(checkpoint[0], "curves"))
-            watch.strip.load(take_group(checkpoint[0], "strip"))
-        update = ctx.progress.start(f"{self.name}: synthesis", config.steps)
-
-        def state() -> tuple[dict[str, Tensor], dict[str, int]]:
-            groups = {"inversion": inversion.tensors(), "memory": memory.tensors()}
-            return join_groups(**groups, curves=curves.tensors(), strip=watch.strip.tensors()), {}
-
-        while inversion.t < config.steps:
+        inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, ctx.task.image_shape, settings, rng)
+        curves = parts.diagnosis.Curves(config.steps)
+        label, strip = f"{self.name}: synthesis", watch.strip
+        stage = ctx.stage(
+            "synthesis",
+            label,
+            config.steps,
+            keep_end=True,
+            inversion=inversion,
+            memory=memory,
+            curves=curves,
+            strip=strip,
+        )
+        for _ in stage.steps():
             loss = inversion.step()
             memory.add(inversion.images, loss.total)
             terms = {"synthesis": loss.total, "cross-entropy": loss.cross_entropy, "batch norm": loss.batch_norm}
             curves.add(inversion.t, **terms)
             watch.strip.add(steps.trajectory.Sample(inversion.t, inversion.images, labels, labels, 0.0, loss))
-            update(inversion.t, "")
-            ctx.save_stage_when_due("synthesis", state)
-        if checkpoint is None or checkpoint[1].get("finished") is None:
-            tensors, _ = state()
-            ctx.save_stage("synthesis", tensors, {"finished": True})
         ctx.record.add("curves", "synthesis loss", curves.plot(list(curves.values), "loss"))
         below = memory.qualified()
         ctx.record.add("scalars", f"stored batches with a loss below {config.threshold:g}", f"{below} of {len(memory)}")
@@ -205,7 +207,7 @@ class EFedISCA(MultiShotMethod[EFedISCAConfig]):
         for start in range(0, self.config.noise_images, 1000):
             count = min(1000, self.config.noise_images - start)
             rng = ctx.torch_rng("structured-noise", str(start), device=ctx.device)
-            pieces.append(steps.noise.structured_noise(self.config.noise, (count, *image_shape(ctx)), rng))
+            pieces.append(steps.noise.structured_noise(self.config.noise, (count, *ctx.task.image_shape), rng))
         return torch.cat(pieces)
 
 
@@ -219,8 +221,11 @@ class Lessons:
     done: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """Nothing beyond the number of the step is needed to go on."""
-        return {}
+        """State for a checkpoint: every step can be made alone."""
+        import torch
+
+        kept = {} if self.statistics is None else engine.ensemble.statistics_to_tensors(self.statistics)
+        return {**kept, "done": torch.tensor(self.done)}
 
     def __iter__(self) -> Iterator[Sample]:
         total = len(self.mixtures.steps)
@@ -236,6 +241,7 @@ class Lessons:
                 answers = [self.teacher.speak(images[0], lams[0], self.statistics)]
             for s, seen, answer in zip(group, images, answers, strict=True):
                 if s > self.done:
+                    self.done = s
                     yield steps.trajectory.Sample(s, seen, *answer, None)
 
 

@@ -10,25 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from fedbicross import models, steps
-from fedbicross.bundle import pack, unpack
+from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
 from fedbicross.exchange import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import SyntheticFeatures
-from fedbicross.methods.features import (
-    FeatureMethod,
-    HeadConfig,
-    check_encoder,
-    check_tensors,
-    epoch_curve,
-    same_encoder,
-    split_rows,
-    take_prefix,
-)
-from fedbicross.methods.sequences import draw_apart, learn_guided, train_generator, tune
+from fedbicross.methods.base import Method, SyntheticFeatures
+from fedbicross.models import encoders
+from fedbicross.parts.settings import SequenceConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,46 +26,13 @@ if TYPE_CHECKING:
     from fedbicross.models.encoders import EncoderSpec
     from fedbicross.steps.autoregression import TokenGenerator
 
-# Settings on which the generator depends: variants that agree in them share it.
-GENERATOR = (
-    *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
-    *("epochs_generator", "lr_generator", "decay_generator", "generator_epoch", "patience", "clip", "batch"),
-    "calibrate",
-)
 MOST_BYTES = 8 * 2**30  # of sequences that a server makes from one generator
 MOST_FEATURES, MOST_TOKENS = 65_536, 16_384  # of an upload; before anything is built
 
 
-class FalconConfig(HeadConfig):
+class FalconConfig(SequenceConfig):
     """FALCON's settings; the paper's values are the defaults."""
 
-    scheme: Literal["mar", "ar", "nar"] = Field(
-        "mar", description="what a token depends on: multi-scale (paper), every token before it, or the class alone"
-    )
-    width: int = Field(768, ge=2, le=8192, description="hidden dimension of the generator (paper: 768)")
-    layers: int = Field(4, ge=1, le=64, description="of the generator (paper: 4)")
-    heads: int = Field(16, ge=1, le=64, description="attention heads of the generator (paper: 16)")
-    feedforward: int = Field(
-        768, ge=1, le=65_536, description="hidden width of its blocks (the paper's 144.33 MB: 768)"
-    )
-    components: int = Field(20, ge=1, le=1000, description="K: Gaussians per token (paper: 20)")
-    log_variance_floor: float = Field(
-        -4.0, ge=-20, le=2, description="smallest log-variance, on the scale of the client's tokens (not in the paper)"
-    )
-    standardise: Literal["class", "client", "none"] = Field(
-        "class", description="model tokens on the scale of their class or of all the client's, or as they are (paper)"
-    )
-    epochs_generator: int = Field(400, ge=1, description="of the generator (paper: 400; authors' code: up to 500)")
-    lr_generator: float = Field(1e-4, gt=0, description="AdamW's rate for the generator (paper: 1e-4)")
-    decay_generator: float = Field(1e-4, ge=0, description="AdamW's weight decay for the generator (paper: 1e-4)")
-    generator_epoch: Literal["last", "best"] = Field(
-        "last", description="the generator kept: after all epochs, or the likeliest on the client's validation images"
-    )
-    patience: int | None = Field(None, ge=1, description="stop after so many epochs without gain (authors' code: 20)")
-    calibrate: bool = Field(
-        False, description="ours: give drawn tokens the mean and spread of the real ones, class by class"
-    )
-    clip: float | None = Field(2.0, gt=0, description="largest gradient norm of the generator (authors' code: 2)")
     synthetic_ratio: float = Field(1.5, gt=0, description="synthetic sequences per real one (authors' code: 1.5)")
     send: Literal["smaller", "sequences", "generator"] = Field(
         "smaller", description="what leaves: synthetic sequences or the generator, whichever is smaller (paper 3.6)"
@@ -99,39 +56,16 @@ class FalconConfig(HeadConfig):
     epochs_personal: int = Field(20, ge=1, description="ours: fine-tuning of the global classifier at the client")
     lr_personal: float = Field(5e-4, gt=0, description="ours: Adam's rate of that fine-tuning")
 
-    @model_validator(mode="after")
-    def _widths(self) -> FalconConfig:
-        if self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
-        return self
 
-    def generator(self, dim: int, length: int, classes: int) -> TokenGenerator:
-        """The generator without weights, on no device."""
-        import torch
-
-        with torch.device("meta"):
-            return steps.autoregression.TokenGenerator(
-                dim,
-                length,
-                classes,
-                scheme=self.scheme,
-                width=self.width,
-                layers=self.layers,
-                heads=self.heads,
-                hidden=self.feedforward,
-                components=self.components,
-                log_variance=(self.log_variance_floor, self.log_variance_floor + 10),
-                calibrated=self.calibrate,
-            )
-
-
-class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
+class Falcon(Method[FalconConfig], SyntheticFeatures):
     """One global classifier on frozen features, from synthetic token sequences."""
 
     name = "falcon"
-    says = ("dim", "tokens", "form")
     summary = "synthetic token sequences of a frozen encoder, distilled into one classifier (AAAI 2026)"
     Config = FalconConfig
+    extra_keys = frozenset({"encoder", "dim", "tokens", "form"})
+    uses_local_models = False
+    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
     variants = {
         "no_hse": {"hierarchy": False},
         "no_kd": {"alpha": 0.0},
@@ -180,6 +114,10 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
         "batch_global": 64,
     }
 
+    def check_machine(self) -> None:
+        """The encoder, and what it needs."""
+        encoders.check(self.config.encoder)
+
     @property
     def needs(self) -> frozenset[str]:
         """Classifiers, and sizes where teachers are weighted by them."""
@@ -203,14 +141,14 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
         import torch
 
         config, classes = self.config, len(ctx.task.classes)
-        tokens, labels = config.tokens(client, ctx), torch.from_numpy(client.labels)
-        rows, _ = split_rows(client, ctx)
-        classifier = config.local_classifier(client, tokens, ctx)
-        generator = self._generator(client, tokens, ctx)
+        tokens, labels = parts.features.tokens(config, client, ctx), torch.from_numpy(client.labels)
+        rows, _ = parts.heads.split_rows(client, ctx)
+        classifier = parts.heads.local_classifier(config, client, tokens, ctx)
+        generator = parts.sequences.local_generator(config, client, tokens, ctx)
         counts = torch.bincount(labels[rows], minlength=classes)
         wanted = torch.where(counts > 0, (config.synthetic_ratio * counts).round().clamp_min(1), 0).long()
         asked = torch.arange(classes).repeat_interleave(wanted)
-        sequences, made = draw_apart(generator, asked, tokens, ctx, client.name)
+        sequences, made = parts.sequences.draw_apart(generator, asked, tokens, ctx, client.name)
         tensors = {f"classifier.{name}": value for name, value in classifier.items()}
         weights = {name: value.cpu() for name, value in generator.state_dict().items()}
         if self._sends_sequences(sequences, weights):
@@ -221,7 +159,8 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
             tensors |= {f"generator.{name}": value for name, value in weights.items()}
             tensors["counts"] = wanted
         ctx.record.add("scalars", f"{client.name}: sent", f"{form}, {len(made)} synthetic sequences")
-        extra = {"encoder": config.description(ctx), "dim": tokens.shape[2], "tokens": tokens.shape[1], "form": form}
+        sizes = {"dim": tokens.shape[2], "tokens": tokens.shape[1]}
+        extra = {"encoder": parts.features.describe(config, ctx), **sizes, "form": form}
         size = len(client.labels) if "num_samples" in self.needs else None
         return Upload(client.name, ctx.task_of(client), tensors, num_samples=size, extra=extra)
 
@@ -230,37 +169,12 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
         smaller = sequences.nbytes <= sum(value.nbytes for value in weights.values())
         return self.config.send == "sequences" or (self.config.send == "smaller" and smaller)
 
-    def _generator(self, client: Client, tokens: Tensor, ctx: Context) -> TokenGenerator:
-        """Section 2.4: the generator of this client's sequences."""
-        import torch
-
-        config, sizes = self.config, (tokens.shape[2], tokens.shape[1], len(ctx.task.classes))
-
-        def make() -> bytes:
-            rows, held_out = split_rows(client, ctx)
-            model = config.generator(*sizes).to_empty(device="cpu")
-            labels = torch.from_numpy(client.labels)
-            unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
-            history = train_generator(model, tokens[rows], labels[rows], config, ctx, client.name, unseen)
-            drawn = 0
-            if config.calibrate:
-                rng = ctx.torch_rng("falcon", client.name, "calibration", device=ctx.device)
-                drawn = model.calibrate(tokens[rows].to(ctx.device), labels[rows].to(ctx.device), rng)
-            return pack("generator", model.state_dict(), {"history": history, "drawn": drawn})
-
-        state, info = unpack(ctx.shared("generator", client, config.parts(GENERATOR, ctx), make), "generator")
-        curve = epoch_curve(info["history"], client.name, "NLL per token")
-        ctx.record.add("curves", f"{client.name}: generator", curve)
-        model = config.generator(*sizes)
-        model.load_state_dict(state, assign=True)
-        model.eval().requires_grad_(False).to(ctx.device)
-        ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"]) + model.sampling_flops * info["drawn"]
-        return model
-
     # --- at the server -------------------------------------------------------------------------------
 
     def check_upload(self, upload: Upload) -> None:
         """Refuse an upload that holds anything but the declared tensors, in their shapes, finite."""
+        import torch
+
         self.check_extra(upload)
         extra, classes = upload.extra, len(upload.task.classes)
         dim, length, form = extra.get("dim"), extra.get("tokens"), extra.get("form")
@@ -271,16 +185,19 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
                 "falcon_manifest", f"{upload.client!r}: {length} tokens of {dim} features are out of range"
             )
         shapes = models.heads.shapes(self.config.head, dim, classes, self.config.hidden_width(dim))
-        expected = {f"classifier.{name}": shape for name, shape in shapes.items()}
+        shapes = {f"classifier.{name}": shape for name, shape in shapes.items()}
         if form == "sequences":
             given = upload.tensors.get("labels")
             count = given.shape[0] if given is not None and given.ndim else 0
-            expected |= {"sequences": (count, length, dim), "labels": (count,)}
+            shapes |= {"sequences": (count, length, dim), "labels": (count,)}
         else:
-            skeleton = self.config.generator(dim, length, classes)
-            expected |= {f"generator.{k}": s for k, s in models.heads.shapes_of(skeleton).items()}
-            expected["counts"] = (classes,)
-        check_tensors(upload, expected, whole=("labels", "counts"))
+            skeleton = parts.sequences.empty_generator(self.config, dim, length, classes)
+            shapes |= {f"generator.{k}": s for k, s in models.heads.shapes_of(skeleton).items()}
+            shapes["counts"] = (classes,)
+        whole = ("labels", "counts")
+        parts.features.check_tensors(
+            upload, {k: (torch.int64 if k in whole else torch.float32, shape) for k, shape in shapes.items()}
+        )
         numbers = upload.tensors["labels" if form == "sequences" else "counts"]
         if form == "sequences":
             wrong = not len(numbers) or int(numbers.min()) < 0 or int(numbers.max()) >= classes
@@ -297,34 +214,35 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
         import torch
 
         config, classes = self.config, len(ctx.task.classes)
-        encoder = same_encoder(uploads)
+        encoder = parts.features.same_encoder(uploads)
         for upload in uploads:
             self.check_upload(upload)
             if any(upload.extra[key] != uploads[0].extra[key] for key in ("dim", "tokens")):
                 raise UploadError("falcon_manifest", f"{upload.client!r}: sequences of another shape than the others'")
         dim = int(uploads[0].extra["dim"])
-        states = [take_prefix(upload.tensors, "classifier.") for upload in uploads]
+        states = [parts.features.take_prefix(upload.tensors, "classifier.") for upload in uploads]
         teachers = [models.heads.load(config.head, state, classes).to(ctx.device) for state in states]
-        parts = [self.synthetic_tokens(upload, ctx) for upload in uploads]
-        head = config.classifier(dim, classes)
+        sequences, labels = zip(*(self.synthetic_tokens(upload, ctx) for upload in uploads), strict=True)
+        head = parts.heads.classifier(config, dim, classes)
         models.initialise(head, ctx.torch_rng("falcon", "global"))
         if config.start == "mean":
             head.load_state_dict({key: torch.stack([s[key] for s in states]).mean(0) for key in states[0]})
-        learn_guided(
+        parts.sequences.learn_guided(
             "global",
             head.to(ctx.device),
             teachers,
-            torch.cat([part[0] for part in parts]),
-            torch.cat([part[1] for part in parts]),
-            config,
+            torch.cat(sequences),
+            torch.cat(labels),
             ctx,
+            alpha=config.alpha,
+            temperature=config.temperature,
             epochs=config.epochs_global,
             lr=config.lr_global,
             batch=config.batch_global,
-            weights=self._weights(uploads, [part[1] for part in parts], classes, ctx.device),
+            weights=self._weights(uploads, labels, classes, ctx.device),
             noise=config.token_noise,
         )
-        ctx.record.add("scalars", "synthetic sequences at the server", sum(len(part[1]) for part in parts))
+        ctx.record.add("scalars", "synthetic sequences at the server", sum(map(len, labels)))
         state = {name: value.cpu() for name, value in head.state_dict().items()}
         reply = Reply(state, {"head": config.head, "encoder": encoder})
         return [reply for _ in uploads]
@@ -348,7 +266,7 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
         if upload.extra["form"] == "sequences":
             return upload.tensors["sequences"], upload.tensors["labels"]
         generator = self.generator_of(upload)
-        generator.load_state_dict(take_prefix(upload.tensors, "generator."), assign=True)
+        generator.load_state_dict(parts.features.take_prefix(upload.tensors, "generator."), assign=True)
         generator.to(ctx.device).eval()
         counts = upload.tensors["counts"]
         labels = torch.arange(len(counts)).repeat_interleave(counts)
@@ -364,7 +282,8 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
 
     def generator_of(self, upload: Upload) -> TokenGenerator:
         """The generator in, or behind, an upload, without its weights."""
-        return self.config.generator(int(upload.extra["dim"]), int(upload.extra["tokens"]), len(upload.task.classes))
+        sizes = int(upload.extra["dim"]), int(upload.extra["tokens"]), len(upload.task.classes)
+        return parts.sequences.empty_generator(self.config, *sizes)
 
     def sample_flops(self, upload: Upload) -> float:
         """Operations to draw one sequence (Fig. 5)."""
@@ -374,18 +293,18 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The global classifier as it is; with ``personal`` mixed with the client's own and a fine-tuned one."""
-        description = self.config.description(ctx)
-        check_encoder(reply.info["encoder"], description)
+        description = parts.features.describe(self.config, ctx)
+        parts.features.check_encoder(reply.info["encoder"], description)
         head = str(reply.info["head"])
         if not self.config.personal:
             return Predictor(ctx.task, (head,), (dict(reply.tensors),), encoder=description)
         import torch
 
-        tokens, labels = self.config.tokens(client, ctx), torch.from_numpy(client.labels)
-        rows, held_out = split_rows(client, ctx)
-        unseen = (tokens[held_out], labels[held_out])
-        tuned = tune(client, reply.tensors, tokens[rows], labels[rows], unseen, self.config, ctx)
-        states = [self.config.local_classifier(client, tokens, ctx), tuned, dict(reply.tensors)]
+        tokens, labels = parts.features.tokens(self.config, client, ctx), torch.from_numpy(client.labels)
+        _, held_out = parts.heads.split_rows(client, ctx)
+        tuned = self._tuned(client, reply.tensors, tokens, ctx)
+        local = parts.heads.local_classifier(self.config, client, tokens, ctx)
+        states = [local, tuned, dict(reply.tensors)]
         shares = (0.0, 1.0, 0.0)
         if len(held_out):
             classifiers = [models.heads.load(head, state, len(ctx.task.classes)) for state in states]
@@ -404,3 +323,28 @@ class Falcon(FeatureMethod[FalconConfig], SyntheticFeatures):
             weights,
             encoder=description,
         )
+
+    def _tuned(self, client: Client, start: Mapping[str, Tensor], tokens: Tensor, ctx: Context) -> dict[str, Tensor]:
+        """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
+        import torch
+
+        config, classes, labels = self.config, len(ctx.task.classes), torch.from_numpy(client.labels)
+        rows, held_out = parts.heads.split_rows(client, ctx)
+        head = parts.heads.classifier(config, tokens.shape[2], classes)
+        head.load_state_dict(dict(start))
+        parts.sequences.learn_guided(
+            f"personal {client.name}",
+            head.to(ctx.device),
+            [models.heads.load(config.head, start, classes).to(ctx.device)],
+            tokens[rows],
+            labels[rows],
+            ctx,
+            alpha=config.alpha,
+            temperature=config.temperature,
+            epochs=config.epochs_personal,
+            lr=config.lr_personal,
+            batch=config.batch,
+            validation=(tokens[held_out], labels[held_out]),
+            label=f"falcon: fine-tuning at {client.label}",
+        )
+        return {name: value.cpu() for name, value in head.state_dict().items()}

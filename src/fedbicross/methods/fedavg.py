@@ -49,6 +49,7 @@ class FedAvg(Method[FedAvgConfig]):
     variants = {"uniform": {"weighting": "uniform"}, "multi_round": {"rounds": 100}}
     variant_notes = {"uniform": "plain mean of the networks", "multi_round": "100 rounds of one local epoch each"}
     personal = False
+    refuses_mixed_models = "it averages weights, and those of different architectures have no average"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -64,11 +65,6 @@ class FedAvg(Method[FedAvgConfig]):
     def rounds(self) -> int:
         """How often networks travel."""
         return self.config.rounds
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Weights of different shapes have no average."""
-        return "it averages weights, and those of different architectures have no average"
 
     @property
     def leaves(self) -> str:

@@ -10,33 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fedbicross import engine, steps
-from fedbicross.bundle import join_groups, take_group, validate
+from fedbicross import engine, parts, steps
+from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.exchange import Client, Predictor, Reply, Upload
-from fedbicross.methods.synthesis import (
-    SynthesisConfig,
-    SynthesisMethod,
-    Watch,
-    image_shape,
-    in_turn,
-    new_student,
-    on_device,
-    rate,
-    synthesis_flops,
-)
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import SynthesisConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.engine.fast import Source
     from fedbicross.engine.student import Student
+    from fedbicross.steps.bilevel import CrossCluster
     from fedbicross.steps.clustering import Clustering
-    from fedbicross.steps.trajectory import Sample, Teacher, Trajectory
+    from fedbicross.steps.trajectory import Teacher, Trajectory
 
 
 class FedBiCrossConfig(SynthesisConfig):
@@ -93,7 +85,7 @@ class FedBiCrossConfig(SynthesisConfig):
         return self
 
 
-class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
+class FedBiCross(Method[FedBiCrossConfig]):
     """A cluster model for each cluster, a personal model for each client."""
 
     name = "fedbicross"
@@ -142,10 +134,15 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
     }
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return self.config.needs
+
+    @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         extra = " It also sends principal directions of its images per class (pacfl)." if self._pacfl else ""
-        return super().leaves + extra
+        return self.config.leaves() + extra
 
     @property
     def refuses_mixed_models(self) -> str:
@@ -161,7 +158,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network; for PACFL's clustering also subspaces of the images, which the paper warns about."""
-        upload = super().upload(client, ctx)
+        upload = parts.teachers.send_network(client, ctx, self.config.weighted)
         if not self._pacfl:
             return upload
         import torch
@@ -185,13 +182,12 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         """Stages 1 and 2 of Algorithm 1."""
         signatures = [upload.tensors["pacfl.signature"] for upload in uploads] if self._pacfl else []
         uploads = [_without_signature(upload) for upload in uploads]
-        everyone = self.config.load_teacher(self.name, uploads, ctx)
+        everyone = parts.teachers.load_teacher(self.config, self.name, uploads, ctx)
         clustering, features = self._cluster(everyone, uploads, signatures, ctx)
         teachers = [_of_cluster(everyone, members) for members in clustering.members()]
         students = self._train_cluster_models(teachers, features, clustering, ctx)
-        clients = [upload.task.model for upload in uploads]
-        total, count = self.config.distillation_steps, clustering.k
-        ctx.record.flops += synthesis_flops(ctx, clients, self.config.batch, total, total, students=count * (count + 1))
+        total, passes = self.config.distillation_steps, clustering.k * (clustering.k + 1)
+        ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, self.config.batch, total, total, passes)
         replies = [
             Reply(student.state(), {"architecture": ctx.task.model, "cluster": k, "clusters": clustering.k})
             for k, student in enumerate(students)
@@ -208,7 +204,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
 
         config, clustering = self.config, steps.clustering
         rng = ctx.torch_rng("probes", device=ctx.device)
-        probes = torch.randn((config.probes, *image_shape(ctx)), generator=rng, device=ctx.device)
+        probes = torch.randn((config.probes, *ctx.task.image_shape), generator=rng, device=ctx.device)
         features = clustering.prediction_matrix(teacher.ensemble, probes, config.outputs).float().cpu()
         seed = int(ctx.rng("kmeans").integers(2**31))
         k = config.clusters
@@ -257,39 +253,45 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
     def _train_cluster_models(
         self, teachers: Sequence[Teacher], features: Tensor, clustering: Clustering, ctx: Context
     ) -> list[Student]:
-        """Eqs. 6-8 over R trajectories of T steps, every cluster's images shared by all students."""
-        import torch
-
-        config, count = self.config, len(teachers)
-        total = config.distillation_steps
-        students = [new_student(ctx, k, count * (count + 1) * total) for k in range(count)]
-        watches = [Watch(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
-        learned = config.weights == "bilevel" and count > 1
+        """Lines 10-15 of Algorithm 1, all clusters side by side, over R trajectories of T steps."""
+        config, count, total = self.config, len(teachers), self.config.distillation_steps
+        students = [parts.students.new_student(ctx, k, count * (count + 1) * total) for k in range(count)]  # line 11
         kind = "uniform" if config.weights == "bilevel" else config.weights
         centres = steps.clustering.centroids(features, clustering)
-        weights = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)
-        history = [(0, weights.clone())]
-        begin, saved = 0, None
-        checkpoint = ctx.load_stage("cluster-models")
-        if checkpoint is not None:
-            begin, saved = (
-                checkpoint[1]["trajectory"],
-                [on_device(take_group(checkpoint[0], f"source-{k}"), ctx.device) for k in range(count)],
-            )
-            for k in range(count):
-                students[k].load(take_group(checkpoint[0], f"student-{k}"))
-                watches[k].load(take_group(checkpoint[0], f"watch-{k}"))
-            past = take_group(checkpoint[0], "weights")
-            weights = past["now"].to(ctx.device)
-            history = [(int(x), w) for x, w in zip(past["x"], past["history"], strict=True)]
-        rows, held = steps.crosscluster.split_rows(config.batch, len(ctx.task.classes), config.validation_share)
-        train, validation = torch.tensor(rows, device=ctx.device), torch.tensor(held, device=ctx.device)
-        stage = steps.crosscluster.CrossCluster(
+        w = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)  # line 12
+        both_levels = self._both_levels(students, w, ctx)
+        weights = steps.bilevel.WeightsOverTime(w, total)
+        watches = [parts.watch.Watch(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
+        label = f"{self.name}: cluster models"
+        stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=watches)
+        trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
+        for _, samples in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
+            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            losses = both_levels.step(samples, lr)  # lines 14 and 15: Eqs. 7 and 8
+            weights.note()
+            for watch, sample, loss in zip(watches, samples, losses, strict=True):
+                watch.add(sample, distillation=loss)
+        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
+        agreements = [watches[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
+        parts.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
+        if count > 1:
+            over_time, learned = [past.tolist() for past in weights.past], both_levels.validation is not None
+            parts.diagnosis.describe_weights(ctx.record, over_time, weights.at, learned)
+        return students
+
+    def _both_levels(self, students: Sequence[Student], weights: Tensor, ctx: Context) -> CrossCluster:
+        """The step of Eqs. 7 and 8; with one cluster, or fixed weights, of Eq. 7 alone."""
+        import torch
+
+        config = self.config
+        rows = steps.bilevel.split_rows(config.batch, len(ctx.task.classes), config.validation_share)
+        train, held_out = (torch.tensor(part, device=ctx.device) for part in rows)
+        return steps.bilevel.CrossCluster(
             students,
             weights,
-            config.loss,
             train,
-            validation if learned else None,
+            held_out if config.weights == "bilevel" and len(students) > 1 else None,
+            temperature=config.temperature,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             lr_weights=config.lr_weights,
@@ -297,58 +299,17 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
             unit_hypergradient=config.unit_hypergradient,
             own_only=config.weights == "intra",
         )
-        update = ctx.progress.start(f"{self.name}: cluster models", total)
-        numbers = range(begin, config.trajectories)
-
-        def trajectories(number: int) -> list[Trajectory]:
-            past = saved if number == begin else None
-            return [self._trajectory(k, number, teachers[k], past, ctx) for k in range(count)]
-
-        # Images and soft labels do not depend on the students, so the next ones are made while these learn.
-        for number, sources in zip(numbers, in_turn(numbers, trajectories, ctx), strict=True):
-            for samples in zip(*sources, strict=True):
-                done = number * config.steps + samples[0].t
-                lr = config.lr * rate(config.schedule, (done - 1) / total)
-                losses = stage.step(samples, lr)
-                for k, watch in enumerate(watches):
-                    watch.add(samples[k], distillation=losses[k])
-                if done % max(1, total // 100) == 0 or done == total:
-                    history.append((done, weights.clone()))
-                update(done, f"trajectory {number + 1}/{config.trajectories}")
-
-                def state(
-                    number: int = number, sources: Sequence[Source[Sample]] = sources
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups: dict[str, Mapping[str, Tensor]] = {
-                        "weights": {
-                            "now": weights,
-                            "x": torch.tensor([x for x, _ in history]),
-                            "history": torch.stack([w.to(ctx.device) for _, w in history]),
-                        }
-                    }
-                    for k in range(count):
-                        groups |= {f"student-{k}": students[k].tensors(), f"watch-{k}": watches[k].tensors()}
-                        groups |= {f"source-{k}": sources[k].tensors()}
-                    return join_groups(**groups), {"trajectory": number}
-
-                if done < total:  # the last step is made again, since its samples are described below
-                    ctx.save_stage_when_due("cluster-models", state)
-        labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
-        agreements = [watches[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
-        steps.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
-        if count > 1:
-            over_time = [w.tolist() for _, w in history]
-            steps.diagnosis.describe_weights(ctx.record, over_time, [x for x, _ in history], learned)
-        return students
 
     def _trajectory(
-        self, k: int, number: int, teacher: Teacher, saved: list[dict[str, Tensor]] | None, ctx: Context
+        self, k: int, teacher: Teacher, ctx: Context, number: int, saved: Mapping[str, Tensor] | None
     ) -> Trajectory:
-        settings, trajectory = self.config.inversion(ctx.task.image_size), steps.trajectory.Trajectory
+        """Lines 5-9 for one cluster, from the beginning or from where a killed run stopped."""
+        settings = parts.teachers.inversion_settings(self.config, ctx.task.image_size)
         if saved is not None:
-            return trajectory.from_tensors(teacher, settings, saved[k])
+            return steps.trajectory.Trajectory.from_tensors(teacher, settings, saved)
         rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{number}", device=ctx.device)
-        return trajectory.start(teacher, settings, image_shape(ctx), len(ctx.task.classes), rng)
+        shape, classes = ctx.task.image_shape, len(ctx.task.classes)
+        return steps.trajectory.Trajectory.start(teacher, settings, shape, classes, rng)
 
     # --- stage 3, at the client ------------------------------------------------------------------------
 
@@ -358,7 +319,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
         architecture = str(reply.info["architecture"])
         if not config.personalisation:
             return Predictor(ctx.task, (architecture,), (state,))
-        personal, scores = steps.personal.distil_personal(
+        personal, scores = parts.personal.distil_personal(
             client,
             ctx,
             cluster_state=state,
@@ -372,7 +333,7 @@ class FedBiCross(SynthesisMethod[FedBiCrossConfig]):
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-        steps.diagnosis.describe_personal(ctx.record, client.label, scores)
+        parts.diagnosis.describe_personal(ctx.record, client.label, scores)
         return Predictor(ctx.task, (architecture,), (personal,))
 
 

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
+from fedbicross import parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Reply, Upload
-from fedbicross.methods.features import same_encoder
-from fedbicross.methods.pooled import (
-    PooledConfig,
-    PooledMethod,
-    check_counts,
-    check_shape,
-    check_tensors,
-    check_width,
-    same_width,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.models import encoders
+from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
     from fedbicross.steps.sufficient_statistics import Statistics
@@ -42,12 +35,20 @@ class FedCGSConfig(PooledConfig):
     )
 
 
-class FedCGS(PooledMethod[FedCGSConfig]):
+class FedCGS(Method[FedCGSConfig]):
     """One Gaussian classifier for everyone, from additive statistics."""
 
     name = "fedcgs"
     summary = "Gaussian classifier from added-up feature statistics of a frozen encoder (AAAI 2025)"
     Config = FedCGSConfig
+    needs = frozenset({"weights", "class_counts"})  # sums, and what to divide them by
+    leaves = (
+        "For each class the number of images and the sum of their features, and the sum over all images of the "
+        "products of features; the sum of a class with one image is that image's feature."
+    )
+    extra_keys = frozenset({"encoder"})
+    uses_local_models = False
+    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
     variants = {
         "within": {"covariance": "within"},
         "local_prior": {"prior": "local"},
@@ -60,25 +61,16 @@ class FedCGS(PooledMethod[FedCGSConfig]):
     }
     quick = {"encoder": "tiny"}
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The sums, and the class counts to divide them by."""
-        return frozenset({"weights", "class_counts"})
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return (
-            "For each class the number of images and the sum of their features, and the sum over all images of the "
-            "products of features; the sum of a class with one image is that image's feature."
-        )
+    def check_machine(self) -> None:
+        """The encoder, and what it needs."""
+        encoders.check(self.config.encoder)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Counts, class sums and Σ f fᵀ in float64."""
         import torch
 
         classes = ctx.task.classes
-        x = self.config.features(client, ctx)
+        x = parts.pooled.features(self.config, client, ctx)
         found = steps.sufficient_statistics.statistics(x, torch.from_numpy(client.labels), len(classes))
         counts = client.class_counts(len(classes))
         alone = [name for name, count in zip(classes, counts, strict=True) if count == 1]
@@ -90,7 +82,7 @@ class FedCGS(PooledMethod[FedCGSConfig]):
             "class_sums": found.class_sums,
             "gram": steps.sufficient_statistics.pack_triangle(found.gram),
         }
-        extra = {"encoder": self.config.description(ctx)}
+        extra = {"encoder": parts.features.describe(self.config, ctx)}
         return Upload(client.name, ctx.task_of(client), tensors, class_counts=counts, extra=extra)
 
     def check_upload(self, upload: Upload) -> None:
@@ -98,13 +90,14 @@ class FedCGS(PooledMethod[FedCGSConfig]):
         import torch
 
         self.check_extra(upload)
-        check_tensors(upload, {"class_sums": (torch.float64, 2), "gram": (torch.float64, 1)})
-        counts = torch.tensor(check_counts(upload), dtype=torch.float64)
+        check, wide = parts.features, torch.float64
+        check.check_tensors(upload, {"class_sums": (wide, (None, None)), "gram": (wide, (None,))})
+        counts = torch.tensor(check.check_counts(upload), dtype=wide)
         sums = upload.tensors["class_sums"]
         width = sums.shape[1]
-        check_width(upload, width)
-        check_shape(upload, "class_sums", (len(counts), width))
-        check_shape(upload, "gram", (width * (width + 1) // 2,))
+        check.check_width(upload, width)
+        sizes = {"class_sums": (wide, (len(counts), width)), "gram": (wide, (width * (width + 1) // 2,))}
+        check.check_tensors(upload, sizes)
         if bool((sums[counts == 0] != 0).any()):
             raise UploadError("bad_statistics", f"{upload.client!r} sent a sum for a class of which it has no image")
         # The diagonal of a packed lower triangle. Cauchy-Schwarz: (Σ_c f)² ≤ n_c Σ_c f², summed over classes.
@@ -118,7 +111,7 @@ class FedCGS(PooledMethod[FedCGSConfig]):
         """Add up, estimate mean and covariance, write down the classifier."""
         for upload in uploads:
             self.check_upload(upload)
-        encoder, width = same_encoder(uploads), same_width(uploads, "class_sums")
+        encoder, width = parts.features.same_encoder(uploads), parts.features.same_width(uploads, "class_sums")
         total = steps.sufficient_statistics.add([_statistics(upload, width) for upload in uploads])
         if not float(total.counts.sum()):
             raise MethodError("no_images", "no client has an image")
@@ -130,8 +123,12 @@ class FedCGS(PooledMethod[FedCGSConfig]):
             ctx.record.warn(f"nobody has images of {', '.join(absent)}: never predicted")
         ctx.record.add("scalars", "images behind the statistics", int(total.counts.sum()))
         ctx.record.flops += round(width**3 / 3) + 2 * width**2 * len(total.counts)
-        reply = self._reply(head.weight, head.bias, total.counts, encoder)
+        reply = parts.pooled.reply(self.config, head.weight, head.bias, total.counts, encoder)
         return [reply for _ in uploads]
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The head as it is, or under the client's own class frequencies."""
+        return parts.pooled.predictor(self.config, client, reply, ctx)
 
 
 def _statistics(upload: Upload, width: int) -> Statistics:

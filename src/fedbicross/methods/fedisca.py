@@ -8,28 +8,22 @@ adapted teachers (Eq. 3). Differences to the paper and to the authors' code: doc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import steps
-from fedbicross.bundle import join_groups, take_group
+from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Reply, Upload
-from fedbicross.methods.shots import MultiShotMethod, ShotsConfig
-from fedbicross.methods.synthesis import (
-    Watch,
-    image_shape,
-    in_turn,
-    on_device,
-    rate,
-    synthesis_flops,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.fast import Source
+    from fedbicross.steps.sources import Batches
     from fedbicross.steps.trajectory import Sample, Teacher
 
 
@@ -57,11 +51,12 @@ class FedISCAConfig(ShotsConfig):
         return self.distillation_steps if self.synthesis else 0
 
 
-class FedISCA(MultiShotMethod[FedISCAConfig]):
+class FedISCA(Method[FedISCAConfig]):
     """One global student for everyone."""
 
     name = "fedisca"
     summary = "distils the ensemble on images inverted from it, from noise to finished (MICCAI 2023)"
+    personal = False
     Config = FedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},
@@ -95,60 +90,71 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
         "replays": 3,
     }
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
+        return self.config.needs
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        return self.config.leaves(self.rounds)
+
+    @property
+    def rounds(self) -> int:
+        """How often networks travel."""
+        return self.config.shots
+
+    @property
+    def extra_keys(self) -> frozenset[str]:
+        """The number of the shot."""
+        return frozenset({"shot"} if self.rounds > 1 else ())
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """With one shot nothing; with several the student's weights must fit into every client."""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The trained network; from the second shot on, trained again from the last student."""
+        return parts.shots.upload(self.config, client, ctx, previous)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The global student as it is."""
+        return parts.students.global_student(reply, ctx)
+
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
         config = self.config
-        shot, ctx = self.at_shot(uploads, ctx)
+        shot, ctx = parts.shots.at_shot(self.name, config, uploads, ctx)
         total = config.distillation_steps
-        teacher = config.load_teacher(self.name, uploads, ctx)
-        student = self.first_student(shot, ctx)
-        watch = Watch("student", ctx, config.steps, total)
+        teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
+        student = parts.shots.first_student(self.name, config, shot, ctx)
+        watch = parts.watch.Watch("student", ctx, config.steps, total)
         memory = steps.sources.SampleMemory(
             config.memory, config.replays, lambda seen: ctx.rng("memory", f"sample-{seen}")
         )
-        begin, pool, saved = 0, [], None
-        checkpoint = ctx.load_stage("distillation")
-        if checkpoint is not None:
-            begin, saved = checkpoint[1]["epoch"], on_device(take_group(checkpoint[0], "source"), ctx.device)
-            student.load(take_group(checkpoint[0], "student"))
-            watch.load(take_group(checkpoint[0], "watch"))
-            memory.load(on_device(take_group(checkpoint[0], "memory"), ctx.device))
-            pool = steps.sources.FinishedOnly.pool_of(saved)
-        update = ctx.progress.start(f"{self.name}: synthesis and distillation", total)
-        epochs = range(begin, config.epochs)
-        sources = in_turn(
-            epochs, lambda epoch: [self._source(epoch, teacher, pool, saved if epoch == begin else None, ctx)], ctx
-        )
-        for epoch, (source,) in zip(epochs, sources, strict=True):
-            for sample in source:
-                lr = config.lr * rate(config.schedule, (epoch * config.steps + sample.t - 1) / total)
-                loss = config.learn(student, sample, lr)
-                for earlier in memory.exchange(sample):
-                    config.learn(student, earlier, lr, track=False)  # statistics are those of the newest images
-                watch.add(sample, distillation=loss)
-                update(watch.step, f"epoch {epoch + 1}/{config.epochs}")
-
-                def state(
-                    epoch: int = epoch, source: Source[Sample] = source
-                ) -> tuple[dict[str, Tensor], dict[str, int]]:
-                    groups = {"student": student.tensors(), "watch": watch.tensors(), "source": source.tensors()}
-                    return join_groups(**groups, memory=memory.tensors()), {"epoch": epoch}
-
-                if watch.step < total:  # the last step is made again, since its sample is described below
-                    ctx.save_stage_when_due("distillation", state)
+        pool = steps.sources.Batches()
+        label = f"{self.name}: synthesis and distillation"
+        stage = ctx.stage("distillation", label, total, student=student, watch=watch, memory=memory, pool=pool)
+        source = partial(self._source, teacher, pool, ctx)
+        for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
+            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            loss = parts.students.learn(student, sample, config, lr)
+            for earlier in memory.exchange(sample):  # statistics stay those of the newest images
+                parts.students.learn(student, earlier, config, lr, track=False)
+            watch.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
         watch.finish(teacher, sample, labels, student)
-        ctx.record.flops += synthesis_flops(
-            ctx, [upload.task.model for upload in uploads], config.batch, config.synthesis_steps, total
-        )
-        reply = self.reply(student, shot, ctx)
+        ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
+        reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]
 
     def _source(
-        self, epoch: int, teacher: Teacher, pool: list[Tensor], saved: Mapping[str, Tensor] | None, ctx: Context
+        self, teacher: Teacher, pool: Batches, ctx: Context, epoch: int, saved: Mapping[str, Tensor] | None
     ) -> Source[Sample]:
         """One epoch's batches: a trajectory, or what an ablation puts in its place."""
-        config, shape = self.config, image_shape(ctx)
+        config, shape = self.config, ctx.task.image_shape
         if not config.synthesis:
             done = 0 if saved is None else int(saved["done"])
             names = ("noise", f"epoch-{epoch}")
@@ -159,7 +165,7 @@ class FedISCA(MultiShotMethod[FedISCAConfig]):
                 lambda t: ctx.torch_rng(*names, f"step-{t}", device=ctx.device),
                 done,
             )
-        settings, level = config.inversion(ctx.task.image_size), config.noise_level
+        settings, level = parts.teachers.inversion_settings(config, ctx.task.image_size), config.noise_level
         if saved is not None:
             trajectory = steps.trajectory.Trajectory.from_tensors(teacher, settings, saved, level)
         else:

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models, steps
-from fedbicross.bundle import join_groups, take_group
+from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
 from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
-from fedbicross.methods.synthesis import image_shape, new_student
 from fedbicross.models import priors
 
 if TYPE_CHECKING:
@@ -86,29 +84,17 @@ class FedLMG(Method[FedLMGConfig]):
     }
     quick = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
     personal = False
+    needs = frozenset({"weights", "bn_stats"})
+    leaves = "The trained network with its batch-normalisation statistics; the server draws images that fit it."
+    refuses_mixed_models = ""  # only the clients' answers guide the images
 
     def check_machine(self) -> None:
         """The prior, and what it needs."""
         priors.check(self.config.prior)
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics."""
-        return frozenset({"weights", "bn_stats"})
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: only the clients' answers guide the images."""
-        return ""
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return "The trained network with its batch-normalisation statistics; the server draws images that fit it."
-
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network."""
-        return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state)
+        return parts.teachers.send_network(client, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
@@ -142,38 +128,28 @@ class FedLMG(Method[FedLMGConfig]):
         return [reply for _ in uploads]
 
     def _draw(self, client: Ensemble, name: str, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Images of every class that this client steered; kept as a stage, since they are the costly part."""
+        """Images of every class that this client steered; all are kept, since they are the costly part."""
         import torch
 
-        labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(self.config.images_per_class)
-        stage = f"images-{file_name(name)}"
-        kept = ctx.load_stage(stage)
-        if kept is None:
-            images, per_image = self._guided(client, labels, name, ctx)
-            ctx.save_stage(stage, {"images": images}, {"flops": per_image})
-        else:
-            images, per_image = kept[0]["images"].to(ctx.device), int(kept[1]["flops"])
+        config, prior_steps, images = self.config, steps.diffusion_prior, steps.sources.Batches()
+        labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(config.images_per_class)
+        batches = torch.split(labels, config.batch_synthesis)
+        label = f"fedlmg: images for {name[:32]}"
+        stage = ctx.stage(f"images-{file_name(name)}", label, len(batches), keep_end=True, images=images)
+        if stage.done < len(batches):
+            prior = prior_steps.load_prior(config.prior, config.steps, ctx.task.image_size, config.cfg, ctx.device)
+            own = models.forward_flops(*ctx.architecture)
+            stage.numbers["flops"] = prior_steps.generation_flops(prior, own, config.bn_steps)
+            guidance = prior_steps.Guidance(config.guidance, config.alpha_bn, config.bn_steps)
+        for number in stage.steps():
+            texts = [config.prompt.format(ctx.task.classes[int(label)]) for label in batches[number]]
+            rng = ctx.torch_rng("guided images", name, str(number), device=ctx.device)
+            given = (batches[number], texts, ctx.task.image_shape, guidance, rng)
+            images.add(prior_steps.guided_images(prior, client, *given))
+        per_image = stage.numbers["flops"]
         ctx.record.add("scalars", "operations per synthetic image (GFLOP)", round(per_image / 1e9, 3))
         ctx.record.flops += per_image * len(labels)
-        return images, labels
-
-    def _guided(self, client: Ensemble, labels: Tensor, name: str, ctx: Context) -> tuple[Tensor, int]:
-        """The images, and the operations for one of them."""
-        import torch
-
-        config, prior_steps = self.config, steps.diffusion_prior
-        prior = prior_steps.load_prior(config.prior, config.steps, ctx.task.image_size, config.cfg, ctx.device)
-        guidance = prior_steps.Guidance(config.guidance, config.alpha_bn, config.bn_steps)
-        parts = []
-        batches = torch.split(labels, config.batch_synthesis)
-        update = ctx.progress.start(f"fedlmg: images for {name[:32]}", len(batches))
-        for number, part in enumerate(batches):
-            texts = [config.prompt.format(ctx.task.classes[int(label)]) for label in part]
-            rng = ctx.torch_rng("guided images", name, str(number), device=ctx.device)
-            parts.append(prior_steps.guided_images(prior, client, part, texts, image_shape(ctx), guidance, rng))
-            update(number + 1, "")
-        flops = prior_steps.generation_flops(prior, models.forward_flops(*ctx.architecture), config.bn_steps)
-        return torch.cat(parts), flops
+        return torch.cat(images.images), labels
 
     def _soft_labels(self, teachers: Ensemble, images: Tensor, owners: Tensor) -> Tensor | None:
         """What the student is taught beside the labels; nothing when it is only fine-tuned."""
@@ -194,14 +170,10 @@ class FedLMG(Method[FedLMGConfig]):
         import torch.nn.functional as F
 
         config = self.config
-        student = new_student(ctx, 0, config.epochs * len(images) // config.batch)
-        begin, checkpoint = 0, ctx.load_stage("student")
-        if checkpoint is not None:
-            begin = checkpoint[1]["epoch"]
-            student.load(take_group(checkpoint[0], "student"))
-        update = ctx.progress.start("fedlmg: student", config.epochs)
-        for epoch in range(begin, config.epochs):
-            rate = config.lr * steps.distill.cosine(epoch / config.epochs)
+        student = parts.students.new_student(ctx, 0, config.epochs * len(images) // config.batch)
+        stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
+        for epoch in stage.steps():
+            rate = config.lr * steps.distill.cosine(stage.progress)
             order = torch.randperm(len(images), generator=ctx.torch_rng("student", "order", str(epoch))).to(ctx.device)
             # A rest of one image has no batch statistics; it has its turn in another epoch.
             for rows in [part for part in torch.split(order, config.batch) if len(part) > 1]:
@@ -214,12 +186,6 @@ class FedLMG(Method[FedLMGConfig]):
 
                 _, gradients = student.gradient(images[rows], loss_of)
                 student.update(gradients, rate, config.momentum, config.weight_decay)
-            update(epoch + 1, "")
-
-            def state(epoch: int = epoch) -> tuple[dict[str, Tensor], dict[str, int]]:
-                return join_groups(student=student.tensors()), {"epoch": epoch + 1}
-
-            ctx.save_stage_when_due("student", state)
         if not student.finite:
             raise MethodError("diverged", "fedlmg: the student's weights are no longer finite; lower lr")
         ctx.record.flops += 3 * models.forward_flops(*ctx.architecture) * len(images) * config.epochs
@@ -227,4 +193,4 @@ class FedLMG(Method[FedLMGConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The student as it is."""
-        return Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
+        return parts.students.global_student(reply, ctx)

@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import models, steps
+from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Reply, Upload
-from fedbicross.methods.base import SyntheticFeatures
-from fedbicross.methods.features import fit_head, same_encoder
-from fedbicross.methods.pooled import (
-    PooledConfig,
-    PooledMethod,
-    check_counts,
-    check_shape,
-    check_tensors,
-    check_width,
-    same_width,
-)
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, SyntheticFeatures
+from fedbicross.models import encoders
+from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,13 +53,16 @@ class FedPFTConfig(PooledConfig):
     weight_decay: float = Field(0.01, ge=0, description="of the head (AdamW's default: 0.01)")
 
 
-class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
+class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     """One linear head for everyone, trained on features that no patient has."""
 
     name = "fedpft"
-    says = ("covariance",)
     summary = "linear head on features sampled from the clients' Gaussian mixtures (TMLR 2025)"
     Config = FedPFTConfig
+    needs = frozenset({"class_counts"})  # the mixtures too, but a client too small for any sends none
+    extra_keys = frozenset({"encoder", "covariance"})
+    uses_local_models = False
+    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
     variants = {
         "spherical": {"components": 1, "covariance": "spherical"},
         "full": {"components": 1, "covariance": "full"},
@@ -83,10 +78,9 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
     pools_tokens = True
     quick = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """How many features to draw; the mixtures too, but a client too small for any sends none."""
-        return frozenset({"class_counts"})
+    def check_machine(self) -> None:
+        """The encoder, and what it needs."""
+        encoders.check(self.config.encoder)
 
     @property
     def leaves(self) -> str:
@@ -102,10 +96,10 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
         import torch
 
         config = self.config
-        x = self.config.features(client, ctx)
+        x = parts.pooled.features(config, client, ctx)
         counts = client.class_counts(len(ctx.task.classes))
         sent = [count if count >= config.smallest_group else 0 for count in counts]
-        parts: list[dict[str, Tensor]] = []
+        mixtures: list[dict[str, Tensor]] = []
         for label in [c for c, count in enumerate(sent) if count]:
             mixture = steps.mixtures.fit_mixture(
                 x[torch.from_numpy(client.labels == label)].numpy(),
@@ -120,12 +114,12 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
             )
             owner = torch.full((len(mixture),), label)
             fields = {"weights": mixture.weights, "means": mixture.means, "scales": mixture.scales}
-            parts.append({**fields, "classes": owner})
+            mixtures.append({**fields, "classes": owner})
         left_out = [ctx.task.classes[c] for c, n in enumerate(counts) if 0 < n < config.smallest_group]
         if left_out:
             ctx.record.warn(f"{client.label} has too few images of {', '.join(left_out)} to send a mean of them")
-        extra = {"encoder": config.description(ctx), "covariance": config.covariance}
-        tensors = self._pack(parts) if parts else {}  # none: every class is too small
+        extra = {"encoder": parts.features.describe(config, ctx), "covariance": config.covariance}
+        tensors = self._pack(mixtures) if mixtures else {}  # none: every class is too small
         return Upload(client.name, ctx.task_of(client), tensors, class_counts=sent, extra=extra)
 
     def _pack(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -150,22 +144,24 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
         if upload.extra.get("covariance", self.config.covariance) != self.config.covariance:
             raise UploadError("manifest", f"{upload.client!r} sent mixtures with another covariance than agreed on")
         if not upload.tensors:
-            if any(check_counts(upload)):
+            if any(parts.features.check_counts(upload)):
                 raise UploadError("bad_counts", f"{upload.client!r} counts images but sent no mixture")
             return
         dtype = getattr(torch, self.config.precision)
         axes = {"diag": 2, "spherical": 1, "full": 2}[self.config.covariance]
-        expected = {"weights": (torch.float32, 1), "means": (dtype, 2), "scales": (dtype, axes)}
-        check_tensors(upload, {**expected, "classes": (torch.int64, 1)})
-        counts = check_counts(upload)
+        types = {"weights": torch.float32, "means": dtype, "scales": dtype, "classes": torch.int64}
+        sizes: dict[str, Sequence[int | None]] = {"weights": [None], "means": [None] * 2, "scales": [None] * axes}
+        sizes["classes"] = [None]
+        parts.features.check_tensors(upload, {name: (types[name], sizes[name]) for name in types})
+        counts = parts.features.check_counts(upload)
         means, classes, weights = (upload.tensors[name] for name in ("means", "classes", "weights"))
         components, width = means.shape
-        check_width(upload, width)
+        parts.features.check_width(upload, width)
         if components > self.config.components * len(counts):
             raise UploadError("tensor_shape", f"{upload.client!r} sent {components} components, more than agreed on")
-        check_shape(upload, "weights", (components,))
-        check_shape(upload, "classes", (components,))
-        check_shape(upload, "scales", steps.mixtures.scale_shape(self.config.covariance, components, width))
+        sizes = {"weights": [components], "means": [components, width], "classes": [components]}
+        sizes["scales"] = steps.mixtures.scale_shape(self.config.covariance, components, width)
+        parts.features.check_tensors(upload, {name: (types[name], sizes[name]) for name in types})
         if components and not 0 <= int(classes.min()) <= int(classes.max()) < len(counts):
             raise UploadError("bad_classes", f"{upload.client!r} sent components of classes that do not exist")
         if not self._positive(upload.tensors["scales"], width):
@@ -196,7 +192,7 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
         import torch
 
         self.check_upload(upload)
-        parts = [upload.tensors["means"].float()[:0]]
+        drawn = [upload.tensors["means"].float()[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]
         rng = ctx.torch_rng("mixture samples", upload.client)
         for label, count in enumerate(upload.class_counts or ()):
@@ -204,10 +200,10 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
             if not bool(mine.any()):
                 continue
             mixture = steps.mixtures.Mixture(*(upload.tensors[name][mine] for name in ("weights", "means", "scales")))
-            drawn = min(count, self.config.most_samples)
-            parts.append(steps.mixtures.sample(mixture, self.config.covariance, drawn, rng))
-            labels.append(torch.full((drawn,), label))
-        return torch.cat(parts)[:, None], torch.cat(labels)
+            number = min(count, self.config.most_samples)
+            drawn.append(steps.mixtures.sample(mixture, self.config.covariance, number, rng))
+            labels.append(torch.full((number,), label))
+        return torch.cat(drawn)[:, None], torch.cat(labels)
 
     def sample_flops(self, upload: Upload) -> float:
         """Operations to draw one feature (FALCON's Fig. 5)."""
@@ -217,20 +213,18 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
         """Draw features from every mixture and train one linear head on all of them."""
         import torch
 
-        from fedbicross.models import heads
-
         config, classes = self.config, len(ctx.task.classes)
         for upload in uploads:
             self.check_upload(upload)
         given = [upload for upload in uploads if upload.tensors]
         if not given:
             raise MethodError("nothing_sent", "no client has enough images of any class; lower smallest_group")
-        encoder, width = same_encoder(uploads), same_width(given, "means")
+        encoder, width = parts.features.same_encoder(uploads), parts.features.same_width(given, "means")
         drawn = [self.synthetic_tokens(upload, ctx) for upload in given]
         x, y = torch.cat([part[0] for part in drawn]), torch.cat([part[1] for part in drawn])
-        head = heads.build("linear", width, classes)
+        head = models.heads.build("linear", width, classes)
         models.initialise(head, ctx.torch_rng("head"))
-        losses = fit_head(
+        losses = parts.heads.fit_head(
             "head",
             head,
             x,
@@ -246,13 +240,12 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
         counts = torch.bincount(y, minlength=classes)
         state = {name: value.detach().cpu() for name, value in head.state_dict().items()}
         weight, bias = self._mask(state["head.weight"], state["head.bias"], counts, ctx)
-        curve = {"x": list(range(1, len(losses) + 1)), "series": {"loss": [round(loss, 6) for loss in losses]}}
-        labels = {"xlabel": "epoch", "ylabel": "loss"}
-        ctx.record.add("curves", "head: cross-entropy on sampled features", {**curve, **labels})
+        curve = parts.heads.epoch_curve(losses, "loss", "loss")
+        ctx.record.add("curves", "head: cross-entropy on sampled features", curve)
         ctx.record.add("scalars", "features drawn", len(y))
         ctx.record.flops += 3 * 2 * width * classes * len(y) * config.epochs
         ctx.record.flops += round(self.sample_flops(given[0])) * len(y)
-        reply = self._reply(weight, bias, counts, encoder)
+        reply = parts.pooled.reply(config, weight, bias, counts, encoder)
         return [reply for _ in uploads]
 
     def _mask(self, weight: Tensor, bias: Tensor, counts: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -265,3 +258,7 @@ class FedPFT(PooledMethod[FedPFTConfig], SyntheticFeatures):
             ctx.record.warn(f"nobody sent a mixture of {', '.join(names)}: never predicted")
         weight = torch.where(absent[:, None], 0, weight)
         return weight, torch.where(absent, steps.sufficient_statistics.ABSENT, bias)
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The head as it is, or under the client's own class frequencies."""
+        return parts.pooled.predictor(self.config, client, reply, ctx)

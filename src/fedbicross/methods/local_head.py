@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
 
+from fedbicross import parts
 from fedbicross.context import Context
 from fedbicross.exchange import Client, Predictor, Reply, Upload
-from fedbicross.methods.features import FeatureMethod, HeadConfig
+from fedbicross.methods.base import Method
+from fedbicross.models import encoders
+from fedbicross.parts.settings import HeadConfig
 
 
-class LocalHead(FeatureMethod[HeadConfig]):
+class LocalHead(Method[HeadConfig]):
     """Each hospital keeps the classifier that it trained on the features of its own images."""
 
     name = "local_head"
     summary = "each client's own classifier on frozen features, no federation (the bar for methods on features)"
-    role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "baseline"
+    role = "baseline"
     Config = HeadConfig
     quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
+    leaves = "Nothing."
+    uses_local_models = False
+    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
 
-    @property
-    def extra_keys(self) -> frozenset[str]:
-        """Nothing leaves."""
-        return frozenset()
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return "Nothing."
+    def check_machine(self) -> None:
+        """The encoder, and what it needs."""
+        encoders.check(self.config.encoder)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""
@@ -39,6 +38,4 @@ class LocalHead(FeatureMethod[HeadConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The client's own classifier: the very one that FALCON sends."""
-        config = self.config
-        state = config.local_classifier(client, config.tokens(client, ctx), ctx)
-        return Predictor(ctx.task, (config.head,), (state,), encoder=config.description(ctx))
+        return parts.heads.local_predictor(self.config, client, ctx)

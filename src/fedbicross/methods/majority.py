@@ -15,16 +15,8 @@ class Majority(Method[MethodConfig]):
     name = "majority"
     summary = "always the client's most frequent class (floor)"
     role = "baseline"
-
-    @property
-    def leaves(self) -> str:
-        """What leaves the hospital."""
-        return "Nothing."
-
-    @property
-    def refuses_mixed_models(self) -> str:
-        """Nothing: there is no network."""
-        return ""
+    leaves = "Nothing."
+    refuses_mixed_models = ""  # there is no network
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""

@@ -138,9 +138,7 @@ class Primum(Method[PrimumConfig]):
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The network, and how many images of each class it has seen."""
-        trained = ctx.with_loss(self.loss).local_model(client)
-        counts = client.class_counts(len(ctx.task.classes)) if self.config.counts == "sent" else None
-        return Upload(client.name, ctx.task_of(client), trained.state, class_counts=counts)
+        return parts.teachers.send_network(client, ctx.with_loss(self.loss), self.config.counts == "sent")
 
     # --- at the server ---------------------------------------------------------------------------------
 
@@ -148,7 +146,15 @@ class Primum(Method[PrimumConfig]):
         """Images from each network alone, and one student that learns the consensus of all networks on them."""
         config = self.config
         classes = len(ctx.task.classes)
-        networks = parts.teachers.load(self.name, uploads, ctx, config.bn_distance)
+        networks = parts.teachers.load_ensemble(
+            uploads,
+            ctx,
+            batch=config.batch,
+            at_once=None,
+            passes={},  # one network's are never enough to pay for a compilation
+            bn_distance=config.bn_distance,
+            batchnorm_for=self.name,
+        )
         counts = parts.teachers.class_counts(uploads, classes)
         weights = parts.teachers.class_weights(counts, config.weights)
         if config.invert == "alone":
@@ -202,7 +208,7 @@ class Primum(Method[PrimumConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The own network, or its mixture with the student where that is better beyond chance; or the student."""
-        student = Predictor(ctx.task, (str(reply.info["architecture"]),), (dict(reply.tensors),))
+        student = parts.students.global_student(reply, ctx)
         if self.config.prior == "uniform":
             return student
         return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)

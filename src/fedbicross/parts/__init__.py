@@ -1,4 +1,4 @@
-"""What methods are composed of: pieces that need a client, uploads or a context; each is imported on first use."""
+"""What methods are composed of: pieces that need a client, uploads or a context; each is loaded on first use."""
 
 import lazy_loader as lazy
 

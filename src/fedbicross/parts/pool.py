@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fedbicross import models
-from fedbicross.bundle import join_groups, take_group
 from fedbicross.engine.fast import recorded, scalar, side_by_side
 from fedbicross.engine.images import grid_png
-from fedbicross.engine.student import Student
 from fedbicross.errors import MethodError
+from fedbicross.parts.diagnosis import Curves
+from fedbicross.parts.students import new_student, rate
 from fedbicross.steps.augment import cutmix as put_in_box
 from fedbicross.steps.augment import draw_boxes, turn_and_mirror
-from fedbicross.steps.diagnosis import Curves
-from fedbicross.steps.distill import cosine, multi_step, soft_kd_loss
+from fedbicross.steps.distill import soft_kd_loss
 from fedbicross.steps.inversion import Inversion, InversionSettings
 from fedbicross.steps.pool import Pool, Storage
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from fedbicross.context import Context
     from fedbicross.engine.ensemble import Ensemble
+    from fedbicross.engine.student import Student
     from fedbicross.steps.trajectory import Teacher
 
 AT_ONCE = 8  # inversions side by side on a GPU
@@ -41,35 +41,23 @@ def invert_each(
     storage: Storage,
     ctx: Context,
 ) -> Pool:
-    """``each`` batches from every source, with labels drawn from its class mix [C]; kept after every batch."""
+    """``each`` batches from every source, with labels drawn from its class mix [C]; on a GPU several side by side."""
     names = list(sources)
     size = AT_ONCE if ctx.fast else 1
     groups = [names[first : first + size] for first in range(0, len(names), size)]
+    rounds = [(group, number) for group in groups for number in range(each)]
     pool = Pool(each * len(names), storage)
-    checkpoint = ctx.load_stage("pool")
-    if checkpoint is not None:
-        pool.load({name: value.to(ctx.device) for name, value in checkpoint[0].items()})
-    kept = len(pool)
-    update = ctx.progress.start("images inverted from the networks", pool.capacity * settings.steps)
-    made = 0  # batches
-    for group in groups:
-        for number in range(each):
-            made += len(group)
-            if made <= kept:
-                continue  # before the run was killed
-            running = [_start(sources[name], mixes[name], name, number, settings, ctx) for name in group]
-            for t in range(settings.steps):
-                side_by_side([inversion.step for inversion in running], ctx.device if ctx.fast else "cpu")
-                update((made - len(group)) * settings.steps + (t + 1) * len(group), f"batch {made}/{pool.capacity}")
-            for name, inversion in zip(group, running, strict=True):
-                source = torch.full_like(inversion.labels, names.index(name))
-                pool.add(inversion.images, inversion.labels, source=source)
-            if made < pool.capacity:
-                ctx.save_stage_when_due("pool", lambda: (pool.tensors(), {}))
-        for name in group:
-            sources[name].captured.clear()  # a recording holds the activations of a whole pass
-    if kept < len(pool):
-        ctx.save_stage("pool", pool.tensors(), {})
+    stage = ctx.stage("pool", "images inverted from the networks", len(rounds), keep_end=True, pool=pool)
+    for step in stage.steps():
+        group, number = rounds[step]
+        running = [_start(sources[name], mixes[name], name, number, settings, ctx) for name in group]
+        for _ in range(settings.steps):
+            side_by_side([inversion.step for inversion in running], ctx.device if ctx.fast else "cpu")
+        for name, inversion in zip(group, running, strict=True):
+            source = torch.full_like(inversion.labels, names.index(name))
+            pool.add(inversion.images, inversion.labels, source=source)
+            if number == each - 1:
+                sources[name].captured.clear()  # a recording holds the activations of a whole pass
     return pool
 
 
@@ -79,8 +67,7 @@ def _start(
     shares = (mix / mix.sum()).numpy()
     labels = torch.from_numpy(ctx.rng("labels", name, f"batch-{number}").choice(len(shares), settings.batch, p=shares))
     rng = ctx.torch_rng("synthesis", name, f"batch-{number}", device=ctx.device)
-    shape = (ctx.task.channels, ctx.task.image_size, ctx.task.image_size)
-    return Inversion.start(source, labels.to(ctx.device), shape, settings, rng)
+    return Inversion.start(source, labels.to(ctx.device), ctx.task.image_shape, settings, rng)
 
 
 class _Draws:
@@ -128,39 +115,25 @@ def distil(
     cutmix: int,
 ) -> Student:
     """A new student after ``total`` steps of SGD on τ² KL(teacher ‖ student), images drawn by `_Draws`."""
-    student = Student(ctx.new_model(ctx.torch_rng("student", "0")), ctx.device, ctx.precision, ctx.fast, total)
-    curves, begin = Curves(total), 0
-    checkpoint = ctx.load_stage("distillation")
-    if checkpoint is not None:
-        begin = checkpoint[1]["step"]
-        student.load(take_group(checkpoint[0], "student"))
-        curves.load(take_group(checkpoint[0], "curves"))
+    student, curves = new_student(ctx, 0, total), Curves(total)
     draws = _Draws(pool, batch, turns, cutmix, ctx)
 
-    def learn(images: Tensor, kinds: Tensor, boxes: Tensor, rate: Tensor) -> list[Tensor]:
+    def learn(images: Tensor, kinds: Tensor, boxes: Tensor, lr: Tensor) -> list[Tensor]:
         with torch.no_grad():
             turned = turn_and_mirror(images, kinds)
             seen = put_in_box(turned, turned.roll(1, 0), boxes)
             soft = teacher.original(seen)
         loss, gradients = student.gradient(seen, lambda logits: soft_kd_loss(logits, soft, teacher.temperature))
-        student.update(gradients, rate, momentum, weight_decay)
+        student.update(gradients, lr, momentum, weight_decay)
         return [loss]
 
     step_once = recorded(student.captured, "learn from the pool", learn, student.in_place, ctx.fast)
-    update = ctx.progress.start("student", total)
-    for step in range(begin, total):
+    stage = ctx.stage("distillation", "student", total, student=student, curves=curves)
+    for step in stage.steps():
         rows, kinds, boxes = draws.at(step)
-        rate = lr * (
-            cosine(step / total) if schedule == "cosine" else multi_step(step / total) if schedule == "step" else 1
-        )
-        (loss,) = step_once(pool.take(rows)["images"], kinds, boxes, scalar(rate, ctx.device))
+        now = scalar(lr * rate(schedule, stage.progress), ctx.device)
+        (loss,) = step_once(pool.take(rows)["images"], kinds, boxes, now)
         curves.add(step + 1, distillation=loss)
-        update(step + 1, "")
-
-        def state(done: int = step + 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
-            return join_groups(student=student.tensors(), curves=curves.tensors()), {"step": done}
-
-        ctx.save_stage_when_due("distillation", state)
     if not student.finite:
         raise MethodError("diverged", "the student's weights are no longer finite; lower its lr, or lr_synthesis")
     ctx.record.add("curves", "student: distillation loss", curves.plot(["distillation"], "loss"))

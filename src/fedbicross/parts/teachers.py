@@ -1,33 +1,87 @@
-"""From uploads to teachers."""
+"""The clients' networks as teachers: how they are sent, and how the server loads them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
+from torch import Tensor
 
+from fedbicross.context import Context
 from fedbicross.engine import combine
+from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.norm import BNDistance
+from fedbicross.exchange import Client, Upload
+from fedbicross.parts.settings import SynthesisConfig
+from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fedbicross.context import Context
-    from fedbicross.engine.ensemble import Ensemble
-    from fedbicross.engine.norm import BNDistance
-    from fedbicross.exchange import Upload
+from fedbicross.steps.trajectory import Teacher
 
 
-def load(method: str, uploads: Sequence[Upload], ctx: Context, bn_distance: BNDistance = "absolute") -> Ensemble:
-    """All networks, frozen; damaged ones, and ones without batch-normalisation statistics, are refused by name."""
+def send_network(client: Client, ctx: Context, class_counts: bool = False) -> Upload:
+    """What leaves the hospital: the network that it trained, and class counts only where the method needs them."""
+    counts = client.class_counts(len(ctx.task.classes)) if class_counts else None
+    return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state, class_counts=counts)
+
+
+def load_ensemble(
+    uploads: Sequence[Upload],
+    ctx: Context,
+    *,
+    batch: int,
+    at_once: int | None,
+    passes: Mapping[str, int],
+    bn_distance: BNDistance = "absolute",
+    batchnorm_for: str = "",
+) -> Ensemble:
+    """All clients, frozen; damaged uploads are refused here, before any work.
+
+    ``passes`` says how many of each kind there will be; ``batchnorm_for`` names the method that cannot do without
+    batch-normalisation statistics.
+    """
     names, architectures = [upload.client for upload in uploads], [upload.task.model for upload in uploads]
-    states = [upload.tensors for upload in uploads]
-    shape = ctx.architecture[1:]
-    networks = load_teachers(names, architectures, states, shape, ctx.device, ctx.precision, ctx.fast, bn_distance)
-    need_batchnorm(networks, names, method)
-    networks.expect(architectures, {})  # one network's passes are never enough to pay for a compilation
-    return networks
+    states, shape = [upload.tensors for upload in uploads], ctx.architecture[1:]
+    ensemble = load_teachers(names, architectures, states, shape, ctx.device, ctx.precision, ctx.fast, bn_distance)
+    if batchnorm_for:
+        need_batchnorm(ensemble, names, batchnorm_for)
+    ensemble.at_once = at_once or clients_that_fit(architectures, shape, batch, ctx.device)
+    ensemble.expect(architectures, passes)
+    return ensemble
+
+
+def load_teacher(config: SynthesisConfig, method: str, uploads: Sequence[Upload], ctx: Context) -> Teacher:
+    """All clients as one frozen teacher that can be inverted."""
+    asked = config.distillation_steps
+    ensemble = load_ensemble(
+        uploads,
+        ctx,
+        batch=config.batch,
+        at_once=config.teachers_at_once,
+        passes={"match": config.synthesis_steps, "batch": asked, "stored": asked},
+        bn_distance=config.bn_distance,
+        batchnorm_for=method,
+    )
+    weights = None
+    if config.weighted:
+        weights = class_weights(class_counts(uploads, len(ctx.task.classes)), "counts").to(ctx.device)
+    how = (config.temperature, config.teacher, weights, config.adaptation, config.momentum_adaptation)
+    return Teacher(ensemble, *how)
+
+
+def inversion_settings(config: SynthesisConfig, image_size: int) -> InversionSettings:
+    """The settings of the synthesis at this image size."""
+    jitter = config.jitter if config.jitter is not None else (30 if image_size > 128 else 2)
+    return InversionSettings(
+        steps=config.steps,
+        batch=config.batch,
+        lr=config.lr_synthesis,
+        alpha_tv=config.alpha_tv,
+        alpha_bn=config.alpha_bn,
+        jitter=min(jitter, image_size - 1),
+        bn_reduction=config.bn_reduction,
+        ce=config.ce,
+    )
 
 
 def class_counts(uploads: Sequence[Upload], classes: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fedbicross import steps
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress, Silent, Task
@@ -200,14 +201,12 @@ def _mmd(real: Tensor, labels: Tensor, synthetic: Tensor, made: Tensor, most: in
 
 def _copies(synthetic: Tensor, real: Tensor, strangers: Tensor) -> dict[str, Any]:
     """How close a synthetic token comes to a real one of the client; beside it, how close strangers' tokens come."""
-    closest = [
-        reconstruction.nearest_cosine(synthetic[:, i], real[:, i]) for i in range(real.shape[1]) if len(synthetic)
-    ]
-    others = [
-        reconstruction.nearest_cosine(strangers[: len(synthetic), i], real[:, i])
-        for i in range(real.shape[1])
-        if len(synthetic)
-    ]
+
+    def closest_to_real(tokens: Tensor) -> list[Tensor]:
+        places = range(real.shape[1] if len(synthetic) else 0)
+        return [steps.tokens.nearest_cosine(tokens[:, i : i + 1].double(), real[:, i].double()) for i in places]
+
+    closest, others = closest_to_real(synthetic), closest_to_real(strangers[: len(synthetic)])
     return {
         "above_0.999": sum(int((cosine > COPY).sum()) for cosine in closest),
         "highest_cosine": max((float(cosine.max()) for cosine in closest), default=None),

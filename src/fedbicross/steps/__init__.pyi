@@ -4,8 +4,6 @@ from . import augment as augment
 from . import autoregression as autoregression
 from . import bilevel as bilevel
 from . import clustering as clustering
-from . import crosscluster as crosscluster
-from . import diagnosis as diagnosis
 from . import diffusion_prior as diffusion_prior
 from . import distill as distill
 from . import gate as gate
@@ -14,7 +12,6 @@ from . import guidance as guidance
 from . import inversion as inversion
 from . import mixtures as mixtures
 from . import noise as noise
-from . import personal as personal
 from . import pool as pool
 from . import prior_shift as prior_shift
 from . import sources as sources

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,10 +28,8 @@ __all__ = [
     "multi_step",
     "noise_level",
     "personal_loss",
-    "sgd_step",
     "soft_kd_loss",
     "soften",
-    "zero_buffers",
 ]
 
 
@@ -94,28 +91,6 @@ def personal_loss(
     from_client = kd_loss(logits, client_logits, temperature)
     total = cross_entropy + gamma * from_cluster + delta * from_client
     return PersonalLoss(total, cross_entropy, from_cluster, from_client)
-
-
-def zero_buffers(params: Sequence[Tensor]) -> list[Tensor]:
-    """Momentum buffers for the first `sgd_step`."""
-    return [torch.zeros_like(param) for param in params]
-
-
-def sgd_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """SGD as in torch.optim (no Nesterov, no dampening): b ← m b + g + wd θ, θ ← θ − lr b; returns new (θ, b)."""
-    new_buffers = [
-        momentum * buffer + (grad + weight_decay * param)
-        for param, grad, buffer in zip(params, grads, buffers, strict=True)
-    ]
-    new_params = [param - lr * buffer for param, buffer in zip(params, new_buffers, strict=True)]
-    return new_params, new_buffers
 
 
 def multi_step(progress: float, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> float:

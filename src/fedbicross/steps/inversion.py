@@ -176,11 +176,15 @@ class Inversion:
     """One batch on its way from N(0,1) noise to images: x, Adam's moments, the step, and all shifts drawn up-front.
 
     Each `step` makes new tensors, so `images` may be kept (as a trajectory) without copying. `tensors` holds the whole
-    state: a run stopped between two steps and continued through `from_tensors` makes the same bytes.
+    state: a run stopped between two steps and continued from it makes the same bytes.
     """
 
     def __init__(self, ensemble: Ensemble, settings: InversionSettings, state: Mapping[str, Tensor]) -> None:
         self.ensemble, self.settings = ensemble, settings
+        self.load(state)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `tensors` gave."""
         self.images, self.labels, self._offsets = state["images"], state["labels"], state["offsets"]
         self._first, self._second, self._count = state["first"], state["second"], state["count"]
         self.t = int(self._count)  # the same number on the host, so that asking for it waits for no device
@@ -210,11 +214,6 @@ class Inversion:
             "count": torch.zeros((), dtype=torch.int64, device=device),
         }
         return cls(ensemble, settings, state)
-
-    @classmethod
-    def from_tensors(cls, ensemble: Ensemble, settings: InversionSettings, tensors: Mapping[str, Tensor]) -> Inversion:
-        """Continue from what `tensors` gave."""
-        return cls(ensemble, settings, tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state as a flat dict."""

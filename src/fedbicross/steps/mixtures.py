@@ -107,16 +107,6 @@ def _scales(covariances: np.ndarray, covariance: Covariance) -> Tensor:
     return lower[:, rows, columns]
 
 
-def covariance_matrices(mixture: Mixture, covariance: Covariance) -> Tensor:
-    """Σ of every component, [K,D,D]; for tests and pictures, never needed to sample."""
-    width = mixture.means.shape[1]
-    if covariance == "full":
-        lower = _triangles(mixture.scales, width)
-        return lower @ lower.transpose(1, 2)
-    scales = mixture.scales if covariance == "diag" else mixture.scales[:, None].expand(-1, width)
-    return torch.diag_embed(scales.square())
-
-
 def _triangles(packed: Tensor, width: int) -> Tensor:
     rows, columns = torch.tril_indices(width, width, device=packed.device)
     lower = packed.new_zeros(len(packed), width, width)

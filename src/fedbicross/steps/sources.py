@@ -38,39 +38,55 @@ class NoiseOnly:
             yield Sample(self.done, images, original, adapted, lam, None)
 
 
+class Batches:
+    """Finished batches of images, each kept once."""
+
+    def __init__(self) -> None:
+        self.images: list[Tensor] = []
+
+    def add(self, images: Tensor) -> None:
+        """Keep a copy: a checkpoint holds no tensor twice."""
+        self.images.append(images.clone())
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        return {str(index): batch for index, batch in enumerate(self.images)}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self.images = [tensors[str(index)] for index in range(len(tensors))]
+
+
 class FinishedOnly:
     """Ablation w/o N (DeepInversion): only finished batches, of this and all earlier epochs, in random order."""
 
     def __init__(
         self,
         trajectory: Trajectory,
-        pool: list[Tensor],
+        pool: Batches,
         order_of: Callable[[int], list[int]],
         done: int = 0,
     ) -> None:
         self.trajectory, self.pool, self.order_of, self.done = trajectory, pool, order_of, done
 
     def tensors(self) -> dict[str, Tensor]:
-        """State for a checkpoint: the pool, and how many of its draws are done."""
-        pool = {f"pool/{index}": batch for index, batch in enumerate(self.pool)}
-        return {**self.trajectory.tensors(), **pool, "drawn": torch.tensor(self.done)}
-
-    @staticmethod
-    def pool_of(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The pool of a checkpoint."""
-        count = sum(name.startswith("pool/") for name in tensors)
-        return [tensors[f"pool/{index}"] for index in range(count)]
+        """State for a checkpoint, beside the pool: how many of its draws are done."""
+        return {**self.trajectory.tensors(), "drawn": torch.tensor(self.done)}
 
     def __iter__(self) -> Iterator[Sample]:
         steps = self.trajectory.settings.steps
         if not self.done:
             while self.trajectory.inversion.t < steps:
                 self.trajectory.inversion.step()
-            self.pool.append(self.trajectory.inversion.images.clone())  # a checkpoint holds both, and no tensor twice
+            self.pool.add(self.trajectory.inversion.images)
         for index in self.order_of(len(self.pool))[self.done :]:
             self.done += 1
-            original = self.trajectory.teacher.original(self.pool[index])
-            yield Sample(self.done, self.pool[index], original, original, 0.0, None)
+            images = self.pool.images[index]
+            original = self.trajectory.teacher.original(images)
+            yield Sample(self.done, images, original, original, 0.0, None)
 
 
 class SampleMemory:

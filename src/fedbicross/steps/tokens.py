@@ -22,7 +22,7 @@ def nearest_cosine(synthetic: Tensor, real: Tensor, chunk: int = 4096) -> Tensor
     count, length, dim = synthetic.shape
     targets = F.normalize(real.reshape(-1, dim), dim=1)
     rows = F.normalize(synthetic.reshape(-1, dim), dim=1)
-    best = torch.full((len(rows),), -1.0, device=synthetic.device)
+    best = torch.full((len(rows),), -1.0, dtype=rows.dtype, device=rows.device)
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
         for at in range(0, len(targets), chunk):

@@ -18,7 +18,7 @@ from fedbicross.engine.ensemble import Ensemble, Statistics
 from fedbicross.engine.fast import recorded
 from fedbicross.engine.spread import Elsewhere, Workers
 from fedbicross.steps.adaptation import adapt, window
-from fedbicross.steps.distill import Combination, combine_logits, noise_level
+from fedbicross.steps.distill import Combination, combine_logits, mixed_kd_loss, noise_level
 from fedbicross.steps.inversion import Inversion, InversionLoss, InversionSettings, balanced_labels
 
 Adaptation = Literal["batch", "ema", "none"]
@@ -33,6 +33,11 @@ class Sample(NamedTuple):
     adapted: Tensor  # soft labels [B,C] of F̃
     lam: float | Tensor
     loss: InversionLoss | None  # of the synthesis step that made x(t)
+
+
+def sample_loss(logits: Tensor, sample: Sample, temperature: float) -> Tensor:
+    """L_KD of Eq. 5: λ KL(adapted ‖ student) + (1-λ) KL(original ‖ student), with τ²."""
+    return mixed_kd_loss(logits, sample.original, sample.adapted, sample.lam, temperature)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class Trajectory:
         convention: Literal["paper", "released"] = "paper",
     ) -> Trajectory:
         """Go on from what ``tensors`` gave; with ``ema``, or from elsewhere, it is made again, to the same bytes."""
-        inversion = Inversion.from_tensors(teacher.ensemble, settings, tensors)
+        inversion = Inversion(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
 
     def elsewhere(self, workers: Workers) -> Elsewhere[Sample]:

@@ -11,8 +11,8 @@ from torch import nn
 from fedbicross.bundle import pack, unpack
 from fedbicross.context import Record
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.steps import diagnosis
-from fedbicross.steps.diagnosis import (
+from fedbicross.parts import diagnosis
+from fedbicross.parts.diagnosis import (
     Curves,
     Strip,
     describe_personal,

@@ -1,33 +1,84 @@
-"""FALCON's work on token sequences: learn to generate them, draw new ones, learn from them, fine-tune at a client."""
+"""FALCON's work on token sequences: learn to generate them, draw new ones, and learn from them under guidance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from fedbicross import engine, models, steps
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedbicross import models
+from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
+from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Client, file_name
-from fedbicross.methods.features import Fit, epoch_curve, forward_flops, make_optimiser, seeded
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from fedbicross.methods.falcon import FalconConfig
-    from fedbicross.steps.autoregression import TokenGenerator
+from fedbicross.parts.heads import Fit, epoch_curve, forward_flops, make_optimiser, seeded, shared_by, split_rows
+from fedbicross.parts.settings import SequenceConfig
+from fedbicross.steps import guidance
+from fedbicross.steps.autoregression import TokenGenerator
+from fedbicross.steps.tokens import exact_copies, nearest_cosine
 
 TOO_NEAR = 0.999  # cosine with a real token at which a synthetic sequence is drawn again
 ATTEMPTS = 10
+# Settings on which the generator depends: variants that agree in them share it.
+GENERATOR = (
+    *("scheme", "width", "layers", "heads", "feedforward", "components", "log_variance_floor", "standardise"),
+    *("epochs_generator", "lr_generator", "decay_generator", "generator_epoch", "patience", "clip", "batch"),
+    "calibrate",
+)
+
+
+def empty_generator(config: SequenceConfig, dim: int, length: int, classes: int) -> TokenGenerator:
+    """The generator without weights, on no device."""
+    with torch.device("meta"):
+        return TokenGenerator(
+            dim,
+            length,
+            classes,
+            scheme=config.scheme,
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+            hidden=config.feedforward,
+            components=config.components,
+            log_variance=(config.log_variance_floor, config.log_variance_floor + 10),
+            calibrated=config.calibrate,
+        )
+
+
+def local_generator(config: SequenceConfig, client: Client, tokens: Tensor, ctx: Context) -> TokenGenerator:
+    """Section 2.4: the generator of this client's sequences, trained once for all methods that agree on it."""
+    sizes, labels = (tokens.shape[2], tokens.shape[1], len(ctx.task.classes)), torch.from_numpy(client.labels)
+
+    def make() -> bytes:
+        rows, held_out = split_rows(client, ctx)
+        model = empty_generator(config, *sizes).to_empty(device="cpu")
+        unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
+        history = train_generator(model, tokens[rows], labels[rows], config, ctx, client.name, unseen)
+        drawn = 0
+        if config.calibrate:
+            rng = ctx.torch_rng("falcon", client.name, "calibration", device=ctx.device)
+            drawn = model.calibrate(tokens[rows].to(ctx.device), labels[rows].to(ctx.device), rng)
+        return pack("generator", model.state_dict(), {"history": history, "drawn": drawn})
+
+    state, info = unpack(ctx.shared("generator", client, shared_by(config, GENERATOR, ctx), make), "generator")
+    curve = epoch_curve(info["history"], client.name, "NLL per token")
+    ctx.record.add("curves", f"{client.name}: generator", curve)
+    model = empty_generator(config, *sizes)
+    model.load_state_dict(state, assign=True)
+    model.eval().requires_grad_(False).to(ctx.device)
+    ctx.record.flops += 3 * model.flops * len(tokens) * len(info["history"]) + model.sampling_flops * info["drawn"]
+    return model
 
 
 def train_generator(
     model: TokenGenerator,
     tokens: Tensor,
     labels: Tensor,
-    config: FalconConfig,
+    config: SequenceConfig,
     ctx: Context,
     client: str,
     unseen: tuple[Tensor, Tensor] | None = None,
@@ -36,7 +87,6 @@ def train_generator(
 
     With sequences that it is not trained on, the epoch is kept that finds those likeliest.
     """
-
     models.initialise(model, ctx.torch_rng("falcon", client, "generator"))
     if config.standardise != "none":
         model.scale.measure(tokens, labels, by_class=config.standardise == "class")
@@ -44,7 +94,7 @@ def train_generator(
     model.to(ctx.device)
 
     def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
-        with engine.device.autocast(ctx.device, ctx.precision):
+        with autocast(ctx.device, ctx.precision):
             return model.nll(x[rows], y[rows]).mean() / model.length
 
     fit = Fit(
@@ -65,8 +115,6 @@ def train_generator(
 
 def _likelihood(model: TokenGenerator, tokens: Tensor, labels: Tensor) -> float:
     """The mean negative log-likelihood per token; lower is better."""
-    import torch
-
     place = model.mixture.weight.device
     with torch.no_grad():
         parts = zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
@@ -80,14 +128,14 @@ def draw_apart(
     """Synthetic sequences and their classes; one that comes too near to a real token is drawn again, then left out."""
     sequences = generator.draw(labels, ctx.torch_rng("falcon", client, "sampling", device=ctx.device))
     real_there = real.to(ctx.device)
-    nearest = steps.tokens.nearest_cosine(sequences.to(ctx.device), real_there).cpu()
+    nearest = nearest_cosine(sequences.to(ctx.device), real_there).cpu()
     for attempt in range(ATTEMPTS):
         near = nearest > TOO_NEAR
         if not bool(near.any()):
             break
         again = ctx.torch_rng("falcon", client, f"sampling-again-{attempt}", device=ctx.device)
         sequences[near] = generator.draw(labels[near], again)
-        nearest[near] = steps.tokens.nearest_cosine(sequences[near].to(ctx.device), real_there).cpu()
+        nearest[near] = nearest_cosine(sequences[near].to(ctx.device), real_there).cpu()
     kept = nearest <= TOO_NEAR
     if not bool(kept.any()):
         raise MethodError("too_near", f"{client}: the generator only repeats real tokens; raise log_variance_floor")
@@ -96,7 +144,7 @@ def draw_apart(
             f"{client}: {int((~kept).sum())} of {len(kept)} synthetic sequences stay closer than cosine {TOO_NEAR} "
             "to a real token and are left out; raise log_variance_floor"
         )
-    if steps.tokens.exact_copies(sequences[kept], real):
+    if exact_copies(sequences[kept], real):
         raise MethodError("real_token", f"{client}: a synthetic token equals a real one; nothing was sent")
     title = f"{client}: largest cosine of a synthetic and a real token"
     ctx.record.add("scalars", title, round(float(nearest[kept].max()), 4))
@@ -110,38 +158,40 @@ def learn_guided(
     teachers: Sequence[nn.Module],
     tokens: Tensor,
     labels: Tensor,
-    config: FalconConfig,
     ctx: Context,
     *,
+    alpha: float,
+    temperature: float,
     epochs: int,
     lr: float,
     batch: int,
     weights: Tensor | None = None,
     noise: float = 0.0,
-    score: Callable[[], float] | None = None,
+    validation: tuple[Tensor, Tensor] | None = None,
     label: str = "",
 ) -> None:
     """Train a head by Eq. 13 on sequences under the guidance of frozen teachers, whose answers are computed once.
 
-    With ``noise`` every token read is blurred, and then the teachers answer each time anew.
+    The epoch is kept that is best on ``validation``, where there is any; else the last. With ``noise`` every token read
+    is blurred, and then the teachers answer each time anew.
     """
-    import torch
-
     x, y = tokens.to(ctx.device), labels.to(ctx.device)
-    guidance = steps.guidance
-    soft = None if noise else guidance.teach(teachers, x, config.temperature, weights)
+    soft = None if noise else guidance.teach(teachers, x, temperature, weights)
 
     def loss(rows: Tensor, stream: torch.Generator) -> Tensor:
         seen = x[rows]
         if soft is None:
             seen = seen + noise * torch.randn(seen.shape, generator=stream, device=ctx.device)
-            target = guidance.teach(teachers, seen, config.temperature, weights)
+            target = guidance.teach(teachers, seen, temperature, weights)
         else:
             target = soft[rows]
         with seeded(stream):
             logits = head(seen)
-        return guidance.guided_loss(logits, y[rows], target, config.alpha, config.temperature)
+        return guidance.guided_loss(logits, y[rows], target, alpha, temperature)
 
+    score = None
+    if validation is not None and len(validation[1]):
+        score = partial(_cross_entropy, head, validation[0].to(ctx.device), validation[1].to(ctx.device))
     optimiser = make_optimiser("adam", head, lr)
     stage = file_name(name)
     fit = Fit(stage, head, optimiser, loss, len(y), batch=batch, epochs=epochs, ctx=ctx, score=score)
@@ -151,41 +201,6 @@ def learn_guided(
     ctx.record.flops += forward_flops(head, x[:1]) * len(y) * (3 * epochs + answers * len(teachers))
 
 
-def tune(
-    client: Client,
-    start: Mapping[str, Tensor],
-    tokens: Tensor,
-    labels: Tensor,
-    unseen: tuple[Tensor, Tensor],
-    config: FalconConfig,
-    ctx: Context,
-) -> dict[str, Tensor]:
-    """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
-    import torch
-    import torch.nn.functional as F
-
-    classes = len(ctx.task.classes)
-    head = config.classifier(tokens.shape[2], classes)
-    head.load_state_dict(dict(start))
-    head.to(ctx.device)
-    x_val, y_val = unseen[0].to(ctx.device), unseen[1].to(ctx.device)
-
-    def score() -> float:
-        with torch.no_grad():
-            return float(F.cross_entropy(head(x_val), y_val))
-
-    learn_guided(
-        f"personal {client.name}",
-        head,
-        [models.heads.load(config.head, start, classes).to(ctx.device)],
-        tokens,
-        labels,
-        config,
-        ctx,
-        epochs=config.epochs_personal,
-        lr=config.lr_personal,
-        batch=config.batch,
-        score=score if len(y_val) else None,
-        label=f"falcon: fine-tuning at {client.label}",
-    )
-    return {name: value.cpu() for name, value in head.state_dict().items()}
+def _cross_entropy(head: nn.Module, tokens: Tensor, labels: Tensor) -> float:
+    with torch.no_grad():
+        return float(F.cross_entropy(head(tokens), labels))

@@ -11,7 +11,7 @@ from fedbicross import models
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Client
-from fedbicross.steps.personal import distil_personal
+from fedbicross.parts.personal import distil_personal
 from small import tiny_clients, tiny_context
 
 SETTINGS = {

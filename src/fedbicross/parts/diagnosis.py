@@ -64,7 +64,7 @@ class Curves:
         }
         return {**out, "curve_x": torch.tensor(self.x, dtype=torch.int64)}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         self.x = [int(x) for x in tensors["curve_x"]]
         self.values = {
@@ -103,10 +103,10 @@ class Strip:
         frames = {f"strip/{t}": frame for t, frame in zip(self.taken, self.frames, strict=True)}
         return {**frames, "strip_t": torch.tensor(self.taken, dtype=torch.int64)}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         self.taken = [int(t) for t in tensors["strip_t"]]
-        self.frames = [tensors[f"strip/{t}"] for t in self.taken]
+        self.frames = [tensors[f"strip/{t}"].cpu() for t in self.taken]
 
 
 @torch.no_grad()

@@ -1,0 +1,45 @@
+"""One feature per image and one linear head for everyone, perhaps with a local prior: FedPFT and FedCGS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbicross.context import Context
+from fedbicross.exchange import Client, Predictor, Reply
+from fedbicross.parts.features import check_encoder, describe, tokens
+from fedbicross.parts.settings import PooledConfig
+from fedbicross.steps.prior_shift import shift_prior
+
+
+def features(config: PooledConfig, client: Client, ctx: Context) -> Tensor:
+    """One feature per image, [n,D]."""
+    return tokens(config, client, ctx).mean(1)  # without windows there is one token
+
+
+def reply(config: PooledConfig, weight: Tensor, bias: Tensor, counts: Tensor, encoder: Mapping[str, Any]) -> Reply:
+    """The head, and the class counts behind it only where the client has to move the prior."""
+    tensors = {"weight": weight.float(), "bias": bias.float()}
+    if config.prior == "local":
+        tensors["class_counts"] = counts.long()
+    return Reply(tensors, {"encoder": dict(encoder)})
+
+
+def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context) -> Predictor:
+    """At the client: the head as it is, or under the client's own class frequencies."""
+    encoder = describe(config, ctx)
+    check_encoder(reply.info["encoder"], encoder)
+    weight, bias = reply.tensors["weight"], reply.tensors["bias"]
+    if config.prior == "local":
+        own = torch.tensor(client.class_counts(len(ctx.task.classes)))
+        bias = shift_prior(bias, reply.tensors["class_counts"], own)
+    if not config.hierarchy:
+        return Predictor(ctx.task, ("linear",), ({"head.weight": weight, "head.bias": bias},), encoder=encoder)
+    # A query of zeros weighs all tokens alike: attention pooling is then their mean.
+    width = weight.shape[1]
+    mean = {"query.vector": torch.zeros(width), "key.weight": torch.zeros(width, width)}
+    state = {**mean, "value.weight": torch.eye(width), "head.weight": weight, "head.bias": bias}
+    return Predictor(ctx.task, ("attention",), (state,), encoder=encoder)

@@ -1,9 +1,9 @@
 """primum beside training alone and its own teacher: `python -m benchmarks.primum CELL ... --data-dir DIR [--out DIR]`.
 
 A cell is `data/partition/clients/seed`, e.g. `bloodmnist/0.1/5/0` or `dermamnist/iid/5/2`; the partition is `iid` or
-the concentration of a Dirichlet partition. Every cell becomes one JSON file, a `results.json` without training curves; one
-that exists is not made again. `--minutes` stops before a cell that would begin later than that. Settings were chosen
-on the official validation images of Blood alone; see docs/methods/primum.md.
+the concentration of a Dirichlet partition. Every cell becomes one JSON file, a `results.json` without training curves;
+one that exists is not made again. `--minutes` stops before a cell that would begin later than that. Settings were
+chosen on the official validation images of Blood alone; see docs/methods/primum.md.
 """
 
 from __future__ import annotations

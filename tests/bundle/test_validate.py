@@ -109,3 +109,34 @@ def test_a_class_mix_or_weights_that_make_no_sense_are_refused(changes: dict[str
     with pytest.raises(UploadError) as caught:
         validate.check_predictor(consensus(**changes))
     assert caught.value.code == code and "\n" not in caught.value.args[0]
+
+
+@pytest.mark.parametrize("marks", [[0.0, 1.0, 0.0, 2.5], [1.0, 1.0, 0.0, -700.0], [1.0, 0.0, 0.0, 0.0]])
+def test_a_referral_beside_the_networks_passes(marks: list[float]) -> None:
+    validate.check_predictor(consensus(referral=torch.tensor(marks)))
+    validate.check_referral(torch.tensor(marks, dtype=torch.float64), 3)
+
+
+@pytest.mark.parametrize(
+    ("referral", "code"),
+    [
+        (torch.tensor([0.0, 1.0, 2.5]), "tensor_shape"),  # the odds are missing
+        (torch.tensor([0.0, 1.0, 0.0, 0.0, 2.5]), "tensor_shape"),
+        (torch.tensor([[0.0, 1.0, 0.0, 2.5]]), "tensor_shape"),
+        (torch.tensor(2.5), "tensor_shape"),
+        (torch.tensor([0, 1, 0, 2]), "tensor_shape"),
+        (torch.tensor([False, True, False, True]), "tensor_shape"),
+        (torch.tensor([0.0, 1.0, 0.0, torch.inf]), "non_finite"),
+        (torch.tensor([0.0, 1.0, 0.0, -torch.inf]), "non_finite"),
+        (torch.tensor([0.0, 1.0, 0.0, torch.nan]), "non_finite"),
+        (torch.tensor([0.0, torch.nan, 0.0, 1.0]), "non_finite"),
+        (torch.tensor([0.0, 0.0, 0.0, 2.5]), "magnitude"),  # no class: never a referral
+        (torch.tensor([1.0, 1.0, 1.0, 2.5]), "magnitude"),  # every class: nothing to compare with
+        (torch.tensor([0.0, 0.5, 1.0, 2.5]), "magnitude"),
+        (torch.tensor([0.0, -1.0, 1.0, 2.5]), "magnitude"),
+    ],
+)
+def test_a_referral_that_makes_no_sense_is_refused(referral: torch.Tensor, code: str) -> None:
+    with pytest.raises(UploadError, match="referral") as caught:
+        validate.check_predictor(consensus(referral=referral))
+    assert caught.value.code == code and "\n" not in caught.value.args[0]

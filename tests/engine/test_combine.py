@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbicross.engine.combine import NEVER, class_weights, combine_logits, contrast_counts, log_prior
+from fedbicross.engine.combine import (
+    NEVER,
+    class_weights,
+    combine_logits,
+    contrast_counts,
+    log_prior,
+    refer,
+    referral_odds,
+)
 from fedbicross.errors import MethodError
 
 COUNTS = torch.tensor([[30, 0, 2], [5, 5, 5], [0, 900, 1]], dtype=torch.float64)
@@ -140,3 +148,52 @@ def test_log_prior_of_odd_counts_is_finite() -> None:
     assert log_prior(torch.tensor([0, 0]), 1.0).tolist() == pytest.approx([math.log(0.5)] * 2)
     assert log_prior(torch.tensor([4, 0])).tolist() == [0, NEVER], "one class: the answer is known"
     assert log_prior(torch.tensor([-3.0, 2.0])).tolist() == [NEVER, 0], "counts with privacy noise"
+
+
+# --- referral ---------------------------------------------------------------------------------------------
+
+MARKS = [[1, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1, 0]]
+
+
+def slow_odds(row: list[float], marks: list[int]) -> float:
+    seldom = [value for value, mark in zip(row, marks, strict=True) if mark]
+    return max(seldom) - max(value for value, mark in zip(row, marks, strict=True) if not mark)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_referral_odds_equal_a_loop(marks: list[int]) -> None:
+    rows = numbers(20, 4).log_softmax(1)
+    found = referral_odds(rows, torch.tensor(marks) > 0)
+    expected = [slow_odds(row, marks) for row in rows.tolist()]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(referral_odds(rows + 7, torch.tensor(marks) > 0), found)  # of logits the same
+
+
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("threshold", [-1.5, 0.0, 1.0, 1e4, -1e4])
+def test_refer_equals_a_loop(threshold: float, marks: list[int]) -> None:
+    given, logits = numbers(30, 4, seed=1).softmax(1), numbers(30, 4, seed=2)
+    expected = []
+    for row, said in zip(given.tolist(), logits.tolist(), strict=True):
+        shared = log_softmax(said)
+        passed = slow_odds(shared, marks) > threshold
+        expected.append([math.exp(value) for value in shared] if passed else row)
+    found = refer(given, logits, torch.tensor([*marks, threshold]))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    referred = (found != given).any(1)
+    assert torch.equal(found[~referred], given[~referred]), "to the last bit"
+    if abs(threshold) == 1e4:
+        assert referred.all() == (threshold < 0) and referred.any() == (threshold < 0)
+
+
+def test_odds_that_equal_the_threshold_are_not_beyond_it() -> None:
+    given, logits = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 2.0]])
+    shared = logits.log_softmax(1)
+    threshold = shared[0, 1] - shared[0, 0]
+    assert torch.equal(refer(given, logits, torch.tensor([0.0, 1.0, float(threshold)])), given)
+
+
+def test_refer_stays_finite_where_the_shared_model_is_as_sure_as_can_be() -> None:
+    logits = torch.tensor([[0.0, 3e38], [3e38, 0.0]])
+    found = refer(torch.full((2, 2), 0.5), logits, torch.tensor([0.0, 1.0, 5.0]))
+    assert found.tolist() == [[0, 1], [0.5, 0.5]]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -44,3 +46,18 @@ def test_the_class_mix_added_back_is_the_clients_own() -> None:
     expected = joint / joint.sum(1, keepdims=True)
     assert np.allclose(predictor.probabilities(client.images), expected, atol=1e-5)
     assert (predictor.probabilities(client.images)[:, 3] == 0).all()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("recipe", ["cross_entropy", "balanced"])
+def test_both_is_the_mean_of_the_log_probabilities_of_the_two(recipe: str) -> None:
+    client, ctx = tiny_clients(1)[0], tiny_context(classes=4, loss=recipe)
+    balanced = simulate(create("local_only:balanced"), [client], ctx)["client-0"].probabilities(client.images)
+    plain = create("local_only", {"local_only": {"loss": "cross_entropy"}})
+    expected = np.sqrt(
+        balanced * simulate(plain, [client], replace(ctx, scope="b"))["client-0"].probabilities(client.images)
+    )
+    expected /= expected.sum(1, keepdims=True)
+    both = simulate(create("local_only:both"), [client], replace(ctx, scope="c"))["client-0"]
+    assert len(both.states) == 2
+    assert np.allclose(both.probabilities(client.images), expected, atol=1e-7)

@@ -20,9 +20,10 @@ from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.federation import records, simulate
 from fedbicross.methods import METHODS, create
 from fedbicross.parts import gate
+from fedbicross.parts.local import own_model
 from fedbicross.parts.pool import BLOCK
 from fedbicross.steps.augment import draw_boxes
-from fedbicross.steps.gate import Choice, Mixture
+from fedbicross.steps.gate import Choice
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 TINY = TINY_METHODS["primum"]
@@ -206,7 +207,14 @@ def test_jitter_by_image_size_and_never_beyond_the_image() -> None:
     ("setting", "value"),
     [
         *(("pool", 0), ("batch", 1), ("steps", 0), ("temperature", 0), ("lr", 0), ("cutmix", -1), ("momentum", 1.0)),
-        *(("teacher", "best"), ("weights", "equal"), ("prior", "mine"), ("loss", "focal"), ("storage", "uint4")),
+        *(
+            ("teacher", "best"),
+            ("weights", "equal"),
+            ("prior", "mine"),
+            ("own", "best"),
+            ("loss", "focal"),
+            ("storage", "uint4"),
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(setting: str, value: object) -> None:
@@ -300,32 +308,51 @@ def test_the_student_alone_is_for_patients_from_anywhere(reply: Reply, trained: 
     assert same(predictor.states[0], student_of(reply))
 
 
-def test_a_client_keeps_its_own_network_or_gets_both(
-    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("spec", "losses"),
+    [
+        ("primum", ("cross_entropy", "balanced")),
+        ("primum:one_network", ("balanced",)),
+        ("primum:cross_entropy", ("cross_entropy", "balanced")),
+    ],
+)
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("referred", [False, True])
+def test_a_client_keeps_its_own_model_and_gets_the_student_where_the_gate_says_so(
+    referred: bool,
+    accepted: bool,
+    spec: str,
+    losses: tuple[str, ...],
+    reply: Reply,
+    trained: Context,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client, own = uneven()[0], trained.with_loss("balanced").local_model(uneven()[0]).state
-    for accepted in (True, False):
-        monkeypatch.setattr(gate, "choose", lambda *given, yes=accepted: Choice(Mixture(0.4), yes, 2))
-        predictor = tiny().personalize(client, reply, trained)
-        assert predictor.combine == "consensus" and len(predictor.states) == 1 + accepted
-        assert same(predictor.states[0], own)
-        if accepted:
-            assert same(predictor.states[1], student_of(reply))
+    client, marks = uneven()[0], torch.tensor([0.0, 1.0, 0.0, 3.0])
+    monkeypatch.setattr(gate, "choose", lambda *given: Choice(0.5 if accepted else 1.0, 2))
+    monkeypatch.setattr(gate, "referral", lambda *given: marks if referred else None)
+    predictor = tiny(spec).personalize(client, reply, trained)
+    expected = [trained.with_loss(loss).local_model(client).state for loss in losses]
+    expected += [student_of(reply)] if accepted or referred else []
+    assert len(predictor.states) == len(expected) and all(map(same, predictor.states, expected))
+    assert predictor.combine == "consensus" and (predictor.referral is not None) == referred
 
 
-def test_the_gate_of_a_client_trained_by_cross_entropy_does_not_add_its_class_mix_twice(
-    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("own", ["both", "balanced", "cross_entropy"])
+def test_the_own_model_that_the_gate_starts_from_is_a_setting(
+    own: Any, reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    client = uneven()[0]
+    monkeypatch.setattr(gate, "choose", lambda *given: Choice(1.0, 2))
+    monkeypatch.setattr(gate, "referral", lambda *given: None)
+    found = tiny(own=own).personalize(client, reply, trained)
+    assert found.pack() == own_model(client, trained, own).pack()
 
-    def keep(*given: Any) -> Choice:
-        asked.append(given[-1])
-        return Choice(Mixture(), False, 2)
 
-    monkeypatch.setattr(gate, "choose", keep)
-    predictors = [tiny(spec).personalize(uneven()[0], reply, trained) for spec in ("primum", "primum:cross_entropy")]
-    assert asked == [False, True]
-    assert predictors[0].log_prior is not None and predictors[1].log_prior is None
+def test_what_is_decided_at_home_does_not_change_what_leaves_or_what_the_server_makes(uploads: list[Upload]) -> None:
+    assert METHODS["primum"].at_client == {"own", "prior"}
+    expected = tiny().fuse(uploads, tiny_context())[0].pack()
+    for settings in ({"own": "balanced"}, {"prior": "uniform"}):
+        assert tiny(**settings).fuse(uploads, tiny_context())[0].pack() == expected
 
 
 def test_a_reply_that_is_no_network_is_refused(reply: Reply, trained: Context) -> None:
@@ -376,14 +403,20 @@ def test_a_class_that_nobody_has() -> None:
         assert all((answers[:, 2] == 0).all() for answers in found.values())
 
 
-def test_clients_with_too_few_images_for_validation_keep_their_own_network_and_are_told() -> None:
+def test_clients_with_too_few_images_for_validation_keep_their_own_model_and_are_told() -> None:
+    """The last one has one image, of one class: the student answers only what is referred to it."""
     clients = [Client(c.name, c.images[:n], c.labels[:n]) for c, n in zip(tiny_clients(3), (24, 9, 1), strict=True)]
+    clients[1] = replace(clients[1], labels=np.arange(9) % 3)
     ctx = tiny_context()
     predictors = simulate(tiny(), clients, ctx)
     finite(predictors, clients[0].images)
-    for client in clients[1:]:
-        own = ctx.with_loss("balanced").local_model(client).state
-        assert len(predictors[client.name].states) == 1 and same(predictors[client.name].states[0], own)
+    assert predictors["client-1"].pack() == own_model(clients[1], ctx, "both").pack()
+    own, model = own_model(clients[2], ctx, "both"), predictors["client-2"]
+    assert all(map(same, model.states[:2], own.states)) and len(model.states) == 3
+    assert model.class_weights is not None and (model.class_weights[2] == 0).all(), (
+        "the student has no say but by referral"
+    )
+    assert model.referral is not None and model.referral[:-1].sum() == 2
     warnings = [text for record in records(ctx, [c.name for c in clients], 1) for text in record["warnings"]]
     told = [text for text in warnings if "no validation images" in text]
     assert len(told) == 2 and "client-1" in told[0] and "client-2" in told[1]

@@ -1,4 +1,4 @@
-"""The gate's model: what it answers is the mixture that was chosen, whatever the shared model is made of."""
+"""The gate's model: the mixture that was chosen, and the shared model for what is referred to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.parts import gate
 from fedbicross.parts.local import own_model
-from fedbicross.steps.gate import OWN, Choice, Mixture
+from fedbicross.steps.gate import Choice, referral
 from small import tiny_clients, tiny_context
 
 RULES = ["mean_logits", "consensus", "consensus with a prior"]
@@ -84,94 +84,193 @@ def test_a_mean_of_probabilities_has_no_such_form(rule: Any) -> None:
     assert caught.value.code == "no_gate"
 
 
+@pytest.mark.parametrize("made", ["with a referral", "without a network"])
+def test_nor_has_an_answer_that_hangs_on_the_image_or_on_no_network(made: str) -> None:
+    ctx = tiny_context()
+    if made == "without a network":
+        odd = Predictor(ctx.task, constant=torch.tensor([0.2, 0.3, 0.5]))
+    else:
+        odd = replace(own_model(tiny_clients(1)[0], ctx, None), referral=torch.tensor([0.0, 0.0, 1.0, 2.0]))
+    with pytest.raises(MethodError) as caught:
+        gate.log_linear(odd)
+    assert caught.value.code == "no_gate" and made in caught.value.args[0]
+
+
 # --- the model that a client ends with --------------------------------------------------------------------
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, mixture: Mixture, accepted: bool = True) -> list[Any]:
-    """The rule replaced by a decision; what it was asked is kept."""
+def decided(monkeypatch: pytest.MonkeyPatch, share: float, referred: list[float] | None = None) -> list[Any]:
+    """Both rules replaced by decisions; what the first was asked is kept, and what the second."""
     asked: list[Any] = []
 
-    def rule(own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor, folds: Any, has_prior: bool) -> Choice:
-        asked.append((own, shared, labels, counts, folds, has_prior))
-        return Choice(mixture, accepted, len(labels))
+    def choice(own: Tensor, shared: Tensor, labels: Tensor, counts: Tensor) -> Choice:
+        asked.append((own, shared, labels, counts))
+        return Choice(share, len(labels))
 
-    monkeypatch.setattr(gate, "choose", rule)
+    def threshold(shared: Tensor, labels: Tensor, counts: Tensor) -> Tensor | None:
+        asked.append((shared, labels, counts))
+        return None if referred is None else torch.tensor(referred)
+
+    monkeypatch.setattr(gate, "choose", choice)
+    monkeypatch.setattr(gate, "referral", threshold)
     return asked
+
+
+def lacking(client: Client, label: int = 0) -> Client:
+    """The same client without this class."""
+    return replace(client, labels=np.where(client.labels == label, (label + 1) % 3, client.labels))
+
+
+def slow_mixture(mine: np.ndarray, theirs: np.ndarray, counts: list[int], w: float) -> np.ndarray:
+    """p_own^w (p_shared pi_e)^(1-w), renormalised, number by number."""
+    out = np.zeros_like(mine)
+    for image in range(len(mine)):
+        scores = []
+        for c, count in enumerate(counts):
+            prior = 0.7 * count / sum(counts) + 0.3 / len(counts)
+            scores.append(w * math.log(max(mine[image, c], 1e-300)))
+            scores[-1] += (1 - w) * (math.log(max(theirs[image, c], 1e-300)) + math.log(prior))
+        total = sum(math.exp(score - max(scores)) for score in scores)
+        out[image] = [math.exp(score - max(scores)) / total for score in scores]
+    return out
+
+
+def slow_referred(answers: np.ndarray, shared: np.ndarray, referred: list[float]) -> tuple[np.ndarray, list[int]]:
+    """The shared model's answer where it is surer of a marked class than of every other, by enough."""
+    out, rows = answers.copy(), []
+    for image, row in enumerate(np.log(shared)):
+        marked = max(row[c] for c in range(3) if referred[c])
+        if marked - max(row[c] for c in range(3) if not referred[c]) > referred[-1]:
+            out[image] = shared[image]
+            rows.append(image)
+    return out, rows
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("loss", ["balanced", "cross_entropy"])
-@pytest.mark.parametrize("mixture", [Mixture(0.0, 2.0, 0.1), Mixture(0.3, 0.5, 0.0), Mixture(1.0, 1.4, 0.03)])
+@pytest.mark.parametrize("loss", ["balanced", "cross_entropy", "both"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 def test_the_model_answers_by_the_chosen_mixture(
-    mixture: Mixture, loss: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    share: float, loss: Any, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clients, ctx = tiny_clients(3), tiny_context(loss=loss, validation=0.3)
-    client = replace(clients[0], labels=np.where(clients[0].labels == 0, 1, clients[0].labels))
-    own, shared = own_model(client, ctx), shared_model(ctx, clients, rule)
-    asked = decided(monkeypatch, mixture)
+    clients, ctx = tiny_clients(3), tiny_context(validation=0.3)
+    client = lacking(clients[0])
+    own, shared = own_model(client, ctx, loss), shared_model(ctx, clients, rule)
+    asked = decided(monkeypatch, share)
     model = gate.gated(client, own, shared, ctx)
     validate.check_predictor(model)
-    w, t, e = mixture.share, mixture.temperature, mixture.flatness
-    assert len(model.states) == (w > 0) + 2 * (w < 1), "a network without a say is not kept"
-
+    assert len(model.states) == (share > 0) * len(own.states) + 2, "a network without a say is not kept"
     images, counts = clients[1].images[:5], client.class_counts(3)
-    mine, theirs = log_scores(own, images)[0], np.log(np.maximum(shared.probabilities(images), 1e-300))
-    expected = np.zeros((5, 3))
-    for image in range(5):
-        scores = []
-        for c in range(3):
-            prior = (1 - e) * counts[c] / sum(counts) + e / 3
-            of_prior = (1.0 if loss == "balanced" else 1 - w) * (math.log(prior) if prior else -1e4)
-            scores.append((w * float(mine[image, c]) + (1 - w) * theirs[image, c]) / t + of_prior)
-        total = sum(math.exp(score - max(scores)) for score in scores)
-        expected[image] = [math.exp(score - max(scores)) / total for score in scores]
+    expected = slow_mixture(own.probabilities(images), shared.probabilities(images), counts, share)
     assert np.allclose(model.probabilities(images), expected, atol=1e-7)
 
     # What the rule was shown: both models on the images that training held back.
-    (own_scores, shared_scores, labels, given, folds, has_prior), rows = asked[0], ctx.validation_rows(client)
+    assert len(asked) == 1, "several networks cannot answer a referral"
+    (own_scores, shared_scores, labels, given), rows = asked[0], ctx.validation_rows(client)
     assert len(rows) == 7 and labels.tolist() == client.labels[rows].tolist() and given.tolist() == counts
-    assert has_prior == (loss == "cross_entropy")
-    torch.testing.assert_close(own_scores, log_scores(own, client.images[rows])[0])
-    answers = torch.from_numpy(shared.probabilities(client.images[rows]))
-    torch.testing.assert_close(shared_scores.exp(), answers, rtol=0, atol=1e-9)
-    assert sorted(torch.cat(folds).tolist()) == list(range(7))
+    for scores, predictor in ((own_scores, own), (shared_scores, shared)):
+        assert scores.dtype == torch.float64
+        answers = torch.from_numpy(predictor.probabilities(client.images[rows]))
+        torch.testing.assert_close(scores.exp(), answers, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("loss", ["balanced", "cross_entropy", "both"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_images_beyond_the_threshold_are_answered_by_the_shared_model(
+    share: float, loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients, ctx = tiny_clients(2), tiny_context(validation=0.3)
+    client, images = lacking(clients[0]), clients[1].images
+    own, shared = own_model(client, ctx, loss), own_model(clients[1], ctx, "cross_entropy")
+    theirs = shared.probabilities(images)
+    middle = float(np.median(np.log(theirs[:, 0]) - np.log(theirs[:, 1:].max(1)))) + 1e-6  # refers about half
+    referred = [1.0, 0.0, 0.0, middle]
+    asked = decided(monkeypatch, share, referred)
+    model = gate.gated(client, own, shared, ctx)
+    validate.check_predictor(model)
+    assert len(model.states) == (share > 0) * len(own.states) + 1
+    assert all(torch.equal(model.states[-1][name], value) for name, value in shared.states[0].items())
+    alone = slow_mixture(own.probabilities(images), theirs, client.class_counts(3), share)
+    expected, rows = slow_referred(alone, theirs, referred)
+    assert 0 < len(rows) < len(images)
+    assert np.allclose(model.probabilities(images), expected, atol=1e-7)
+
+    # The threshold was asked for on all of the client's images, of its training too.
+    shown, labels, counts = asked[1]
+    assert torch.equal(labels, torch.from_numpy(client.labels)) and counts.tolist() == client.class_counts(3)
+    torch.testing.assert_close(shown.exp(), torch.from_numpy(shared.probabilities(client.images)), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("loss", ["balanced", "both"])
+@pytest.mark.parametrize("case", ["a class missing", "one class", "no validation images"])
+def test_where_nothing_was_accepted_every_image_that_is_not_referred_is_the_own_models(case: str, loss: Any) -> None:
+    """With the rules as they are, whoever the client is."""
+    clients = tiny_clients(2)
+    ctx = tiny_context(validation=0.1)
+    few = Client("few", clients[0].images[:9], clients[0].labels[:9])
+    one = replace(clients[0], labels=np.full_like(clients[0].labels, 1))
+    client = {"a class missing": lacking(clients[0]), "one class": one, "no validation images": lacking(few)}[case]
+    own, shared = own_model(client, ctx, loss), own_model(clients[1], ctx, "cross_entropy")
+    model = gate.gated(client, own, shared, ctx)
+    counts = torch.tensor(client.class_counts(3))
+    scores = torch.from_numpy(shared.probabilities(client.images)).log()
+    expected = referral(scores, torch.from_numpy(client.labels), counts)
+    assert expected is not None and model.referral is not None
+    torch.testing.assert_close(model.referral, expected, rtol=0, atol=1e-9)
+    assert np.allclose(model.probabilities(client.images), own.probabilities(client.images), atol=1e-9), "no own image"
+    rng = np.random.default_rng(0)
+    images = rng.normal(rng.integers(0, 256, (60, 1, 1, 1)), 30, (60, 12, 12, 3)).clip(0, 255).astype(np.uint8)
+    mine, theirs = own.probabilities(images), shared.probabilities(images)
+    answers, _ = slow_referred(mine, theirs, expected.tolist())
+    assert np.allclose(model.probabilities(images), answers, atol=1e-7)
+    told = any("no validation images" in text for text in ctx.record.warnings)
+    assert told == (case == "no validation images")
 
 
 def test_a_mixture_that_did_not_earn_its_place_leaves_the_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients, ctx = tiny_clients(3), tiny_context(loss="balanced", validation=0.3)
-    decided(monkeypatch, OWN, accepted=False)
-    own = own_model(clients[0], ctx)
+    clients, ctx = tiny_clients(3), tiny_context(validation=0.3)
+    decided(monkeypatch, 1.0)
+    own = own_model(clients[0], ctx, "both")
     assert gate.gated(clients[0], own, shared_model(ctx, clients, "mean_logits"), ctx) is own
-    (title,) = ctx.record.diagnosis["tables"]
-    table = ctx.record.diagnosis["tables"][title]
-    assert "client-0" in title and len(table["columns"]) == len(table["rows"][0])
-    assert "own model" in table["rows"][0]
+
+
+@pytest.mark.parametrize("referred", [None, [0.0, 1.0, 1.0, 2.5]])
+def test_the_report_says_what_was_decided(referred: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, ctx = tiny_clients(2), tiny_context(validation=0.3)
+    decided(monkeypatch, 0.5, referred)
+    gate.gated(clients[0], own_model(clients[0], ctx, None), own_model(clients[1], ctx, None), ctx)
+    ((title, table),) = ctx.record.diagnosis["tables"].items()
+    assert "client-0" in title
+    row = dict(zip(table["columns"], table["rows"][0], strict=True))
+    assert row["validation images"] == 7 and row["own model's share"] == 0.5
+    classes, odds = ("none", "") if referred is None else ("class-1, class-2", 2.5)
+    assert row["classes referred"] == classes and row["from odds"] == odds
 
 
 @pytest.mark.parametrize("model", ["resnet8", "vgg8", "wrn16_2"])
 def test_too_few_images_for_validation_keep_the_own_model_and_say_so(model: str) -> None:
-    clients, ctx = tiny_clients(3), tiny_context(loss="balanced", model=model)
-    few = Client("few", clients[0].images[:9], clients[0].labels[:9])
+    clients, ctx = tiny_clients(3), tiny_context(model=model)
+    few = Client("few", clients[0].images[:9], np.arange(9) % 3)  # no class is seldom
     assert len(ctx.validation_rows(few)) == 0
-    own = own_model(few, ctx)
-    assert gate.gated(few, own, own_model(clients[1], ctx), ctx) is own
+    own = own_model(few, ctx, "both")
+    assert gate.gated(few, own, own_model(clients[1], ctx, None), ctx) is own
     assert any("few" in text and "no validation images" in text for text in ctx.record.warnings)
 
 
-def test_patients_stay_together_in_the_folds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients, ctx = tiny_clients(3), tiny_context(loss="balanced", validation=0.5)
-    patients = np.array([f"p{number // 4}" for number in range(24)])
-    client = Client("a", clients[0].images, clients[0].labels, patients)
-    asked = decided(monkeypatch, OWN, accepted=False)
-    gate.gated(client, own_model(client, ctx), own_model(clients[1], ctx), ctx)
-    held, folds = patients[ctx.validation_rows(client)], asked[0][4]
-    assert len(folds) == len(set(held)) == 3 and all(len(set(held[fold.numpy()])) == 1 for fold in folds)
+def test_a_client_of_another_architecture_may_be_gated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, ctx = tiny_clients(2), tiny_context(validation=0.3)
+    other = replace(ctx, client_models={"client-0": "wrn16_2"})
+    decided(monkeypatch, 0.5, [1.0, 0.0, 0.0, 0.0])
+    model = gate.gated(clients[0], own_model(clients[0], other, "both"), own_model(clients[1], ctx, None), other)
+    validate.check_predictor(model)
+    assert model.architectures == ("wrn16_2", "wrn16_2", "resnet8")
 
 
 def test_a_shared_model_with_impossible_numbers_is_refused_before_it_is_asked() -> None:
-    clients, ctx = tiny_clients(2), tiny_context(loss="balanced")
-    own, other = own_model(clients[0], ctx), own_model(clients[1], ctx)
+    clients, ctx = tiny_clients(2), tiny_context()
+    own, other = (own_model(client, ctx, "balanced") for client in clients)
     state = {**other.states[0], "head.weight": torch.full((3, 64), 1e30)}
     with pytest.raises(UploadError) as caught:
         gate.gated(clients[0], own, replace(other, states=(state,)), ctx)
@@ -182,7 +281,8 @@ def test_a_model_of_several_networks_may_be_gated() -> None:
     """The whole ensemble as the shared model: what a method that sends everything could do."""
     clients, ctx = tiny_clients(3), tiny_context(loss="balanced", validation=0.3)
     everyone = simulate(create("ensemble:consensus"), clients, ctx)["client-0"]
-    model = gate.gated(clients[0], own_model(clients[0], ctx), everyone, ctx)
+    model = gate.gated(lacking(clients[0]), own_model(lacking(clients[0]), ctx, None), everyone, ctx)
     validate.check_predictor(model)
+    assert model.referral is None, "several networks cannot answer a referral"
     found = model.probabilities(clients[0].images)
     assert np.isfinite(found).all() and np.allclose(found.sum(1), 1, atol=1e-5)

@@ -1,19 +1,31 @@
-"""The gate at a client: mixtures, folds and the estimated class mix against loops; the rule by what it must do."""
+"""The gate at a client: each function against loops in float64, and the rules by what they promise."""
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fedbicross.steps.gate import FOLDS, OWN, Choice, Mixture, choose, estimate_prior, make_folds, mixed
+from fedbicross.engine.combine import refer, referral_odds
+from fedbicross.steps.gate import (
+    MARGIN,
+    SELDOM,
+    SHARES,
+    Choice,
+    better_beyond_chance,
+    choose,
+    estimate_prior,
+    mixed,
+    referral,
+)
 
 from .tiny import noise
 
 COUNTS = torch.tensor([6, 0, 3, 1])
+ALL = torch.tensor([25, 25, 25, 25])
 
 
 def log_posteriors(images: int, classes: int = 4, seed: int = 0) -> Tensor:
@@ -23,69 +35,235 @@ def log_posteriors(images: int, classes: int = 4, seed: int = 0) -> Tensor:
 # --- the mixture ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_prior", [False, True])
-@pytest.mark.parametrize("mixture", [OWN, Mixture(0.0, 2.0, 1.0), Mixture(0.3, 0.5, 0.1), Mixture(0.9, 1.4, 0.001)])
-def test_a_mixture_equals_the_formula_number_by_number(mixture: Mixture, has_prior: bool) -> None:
-    own, shared = log_posteriors(3, seed=1), log_posteriors(3, seed=2)
-    found = mixed(own, shared, COUNTS, mixture, has_prior)
-    w, t, e = mixture.share, mixture.temperature, mixture.flatness
-    for image in range(3):
-        for c in range(4):
-            prior = (1 - e) * float(COUNTS[c]) / 10 + e / 4
-            given = (1 - w if has_prior else 1) * (math.log(prior) if prior else -1e4)
-            expected = (w * float(own[image, c]) + (1 - w) * float(shared[image, c])) / t + given
-            assert float(found[image, c]) == pytest.approx(expected, rel=1e-12)
+def slow_mixed(own: list[float], shared: list[float], counts: list[int], w: float) -> list[float]:
+    """w log p_own + (1-w) [log p_shared + log pi_e] of one image, e = 0.3."""
+    shares = [0.7 * count / sum(counts) + 0.3 / len(counts) for count in counts]
+    return [w * a + (1 - w) * (b + math.log(pi)) for a, b, pi in zip(own, shared, shares, strict=True)]
 
 
-def test_the_own_model_alone_is_what_the_client_has_without_a_federation() -> None:
+@pytest.mark.parametrize("share", [1.0, *SHARES])
+def test_a_mixture_equals_the_formula_number_by_number(share: float) -> None:
     own, shared = log_posteriors(5, seed=1), log_posteriors(5, seed=2)
-    assert torch.equal(mixed(own, shared, COUNTS, OWN, own_has_prior=True), own), "its class mix is in it already"
-    balanced = mixed(own, shared, COUNTS, OWN).softmax(1)
-    joint = own.exp() * COUNTS.double() / 10
-    torch.testing.assert_close(balanced, joint / joint.sum(1, keepdim=True))
-    assert (balanced[:, 1] == 0).all(), "a class that the client lacks"
+    rows = zip(own.tolist(), shared.tolist(), strict=True)
+    expected = torch.tensor([slow_mixed(a, b, COUNTS.tolist(), share) for a, b in rows], dtype=torch.float64)
+    torch.testing.assert_close(mixed(own, shared, COUNTS, share), expected, rtol=1e-12, atol=0)
 
 
-def test_a_flat_class_mix_is_for_any_patient() -> None:
+def test_at_the_ends_a_mixture_is_one_of_the_models() -> None:
     own, shared = log_posteriors(5, seed=1), log_posteriors(5, seed=2)
-    torch.testing.assert_close(mixed(own, shared, COUNTS, Mixture(0.0, 1.0, 1.0)).softmax(1), shared.exp())
+    assert torch.equal(mixed(own, shared, COUNTS, 1.0), own), "its class mix is in it already"
+    joint = shared.exp() * (0.7 * COUNTS.double() / 10 + 0.3 / 4)
+    torch.testing.assert_close(mixed(own, shared, COUNTS, 0.0).softmax(1), joint / joint.sum(1, keepdim=True))
+    even = mixed(own, shared, ALL, 0.0).softmax(1)
+    torch.testing.assert_close(even, shared.exp(), msg="where all classes are alike, the class mix says nothing")
 
 
-# --- folds ------------------------------------------------------------------------------------------------
+# --- the sign test ----------------------------------------------------------------------------------------
 
 
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
+def chance(won: int, lost: int) -> Fraction:
+    """How probably a fair coin wins at least so many of all throws, as an exact fraction."""
+    throws = won + lost
+    return Fraction(sum(math.comb(throws, k) for k in range(won, throws + 1)), 2**throws)
 
 
-@pytest.mark.parametrize("images", [1, 2, 4, 5, 6, 23])
-def test_every_image_is_in_one_fold(images: int) -> None:
-    folds = make_folds(images, None, rng())
-    assert len(folds) == min(FOLDS, images)
-    assert sorted(torch.cat(folds).tolist()) == list(range(images))
-    sizes = [len(fold) for fold in folds]
-    assert max(sizes) - min(sizes) <= 1
+def test_the_sign_test_equals_a_sum_of_binomial_coefficients() -> None:
+    for won in range(41):
+        for lost in range(41):
+            assert better_beyond_chance(won, lost) == (chance(won, lost) < Fraction(1, 20)), (won, lost)
 
 
-def test_no_images_make_no_folds() -> None:
-    assert make_folds(0, None, rng()) == []
-    assert make_folds(0, np.array([], dtype=str), rng()) == []
+@pytest.mark.parametrize(("won", "lost"), [(526, 474), (527, 473), (528, 472), (560, 440)])
+def test_the_sign_test_on_many_images(won: int, lost: int) -> None:
+    assert better_beyond_chance(won, lost) == (chance(won, lost) < Fraction(1, 20))
 
 
-@pytest.mark.parametrize("people", [1, 3, 5, 9])
-def test_all_images_of_a_patient_are_in_one_fold(people: int) -> None:
-    patients = np.array([f"patient {number % people}" for number in range(27)])
-    folds = make_folds(27, patients, rng())
-    assert len(folds) == min(FOLDS, people)
-    assert sorted(torch.cat(folds).tolist()) == list(range(27))
-    seen = [set(patients[fold.numpy()]) for fold in folds]
-    assert sum(len(group) for group in seen) == people, "nobody is in two"
+def test_four_wins_are_too_few_and_five_are_enough() -> None:
+    assert not better_beyond_chance(0, 0) and not better_beyond_chance(4, 0) and better_beyond_chance(5, 0)
+    assert not better_beyond_chance(7, 2) and better_beyond_chance(8, 1)
+    assert not better_beyond_chance(0, 50)
 
 
-def test_folds_are_drawn_and_drawn_again() -> None:
-    first, again, other = (make_folds(40, None, rng(seed)) for seed in (0, 0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+# --- own model or mixture ---------------------------------------------------------------------------------
+
+
+def slow_choose(own: Tensor, shared: Tensor, labels: list[int], counts: list[int]) -> Choice:
+    def right(w: float) -> list[bool]:
+        out = []
+        for a, b, label in zip(own.tolist(), shared.tolist(), labels, strict=True):
+            scores = slow_mixed(a, b, counts, w)
+            out.append(scores.index(max(scores)) == label)
+        return out
+
+    best = 1.0
+    for w in (0.7, 0.5, 0.3, 0.0):
+        pairs = list(zip(right(w), right(best), strict=True))
+        won, lost = pairs.count((True, False)), pairs.count((False, True))
+        best = w if chance(won, lost) < Fraction(1, 20) else best
+    pairs = list(zip(right(best), right(1.0), strict=True))
+    return Choice(best, len(labels), pairs.count((True, False)), pairs.count((False, True)))
+
+
+def noisy(labels: Tensor, signal: float, seed: int) -> Tensor:
+    """Log-probabilities of a model that sees so much of the label."""
+    seen = torch.nn.functional.one_hot(labels, 4).double()
+    return (signal * seen + noise(len(labels), 4, seed=seed)).log_softmax(1)
+
+
+def test_the_choice_equals_loops() -> None:
+    found = set()
+    for seed, (own, shared) in enumerate([(0.0, 4.0), (0.5, 1.0), (1.0, 1.0), (1.0, 0.8), (2.0, 0.0), (0.3, 0.8)] * 4):
+        labels = torch.randint(4, (70,), generator=torch.Generator().manual_seed(seed))
+        counts = torch.bincount(labels, minlength=4)
+        a, b = noisy(labels, own, 2 * seed), noisy(labels, shared, 2 * seed + 1)
+        choice = choose(a, b, labels, counts)
+        assert choice == slow_choose(a, b, labels.tolist(), counts.tolist())
+        found.add(choice.share)
+    assert 1.0 in found and len(found) >= 3, "the cases above do not all end alike"
+
+
+def answers(said: Tensor, sure: float | Tensor = 3.0) -> Tensor:
+    """Log-probabilities of a model that says this, and how sure it is."""
+    return (torch.nn.functional.one_hot(said, 4).double() * torch.as_tensor(sure).view(-1, 1)).log_softmax(1)
+
+
+def says(labels: Tensor, right: float, seed: int) -> Tensor:
+    """Answers of which this share is right."""
+    wrong = torch.rand(len(labels), generator=torch.Generator().manual_seed(seed)) >= right
+    return torch.where(wrong, (labels + 1) % 4, labels)
+
+
+LABELS = torch.arange(200) % 4
+
+
+def test_a_clearly_better_shared_model_is_taken() -> None:
+    choice = choose(answers(says(LABELS, 0.5, 1)), answers(says(LABELS, 0.98, 2)), LABELS, ALL)
+    assert choice.share < 1 and choice.images == 200 and choice.won > 80 and choice.lost < 10
+
+
+@pytest.mark.parametrize("sure", [1.0, 30.0])
+def test_an_equal_model_is_not_taken(sure: float) -> None:
+    same = says(LABELS, 0.7, 1)
+    assert choose(answers(same), answers(same, sure), LABELS, ALL) == Choice(1.0, 200)
+
+
+@pytest.mark.parametrize("sure", [1.0, 30.0])
+def test_a_worse_model_is_not_taken(sure: float) -> None:
+    choice = choose(answers(says(LABELS, 0.98, 1)), answers(says(LABELS, 0.6, 2), sure), LABELS, ALL)
+    assert choice == Choice(1.0, 200)
+
+
+def test_the_nearest_mixture_that_is_as_good_is_kept() -> None:
+    """Shares are tried from the own model on; one that is no better than the last accepted one is not taken."""
+    own, better = says(LABELS, 0.5, 1), says(LABELS, 0.98, 2)
+    assert choose(answers(own), answers(better, 30.0), LABELS, ALL).share == 0.7
+
+
+@pytest.mark.parametrize("images", [0, 1, 4])
+def test_with_too_few_validation_images_the_own_model_stays(images: int) -> None:
+    labels = LABELS[:images]
+    choice = choose(answers((labels + 1) % 4), answers(labels, 30.0), labels, ALL)
+    assert choice == Choice(1.0, images), "even if the shared model is always right and the own one never"
+
+
+@pytest.mark.parametrize(("spread", "bound"), [(False, 0.05), (True, 0.2)])
+def test_a_model_that_differs_by_the_throw_of_a_coin_is_seldom_let_in(spread: bool, bound: float) -> None:
+    """Where the two disagree, a coin says who is right.
+
+    If all mixtures answer as the shared model does, the four tests are one. If it is more or less sure of each
+    image, every mixture takes its word on other images, and each test may err.
+    """
+    generator, runs, let_in = torch.Generator().manual_seed(0), 600, 0
+    for _ in range(runs):
+        own_wins = torch.rand(200, generator=generator) < 0.5
+        differ = torch.rand(200, generator=generator) < 0.4
+        wrong = (LABELS + 1) % 4
+        own = torch.where(differ & ~own_wins, wrong, LABELS)
+        shared = torch.where(differ & own_wins, wrong, LABELS)
+        sure = 10 ** (2 * torch.rand(200, generator=generator).double() - 0.5) if spread else 30.0
+        let_in += choose(answers(own), answers(shared, sure), LABELS, ALL).share < 1
+    assert 0 < let_in / runs < bound
+
+
+# --- referral ---------------------------------------------------------------------------------------------
+
+
+def slow_odds(row: list[float], seldom: list[bool]) -> float:
+    pairs = list(zip(row, seldom, strict=True))
+    return max(value for value, mark in pairs if mark) - max(value for value, mark in pairs if not mark)
+
+
+def slow_referral(shared: list[list[float]], labels: list[int], counts: list[int]) -> list[float] | None:
+    seldom = [100 * count < sum(counts) for count in counts]
+    odds = sorted(slow_odds(row, seldom) for row, label in zip(shared, labels, strict=True) if not seldom[label])
+    middle = odds[(len(odds) - 1) // 2]  # of two in the middle the lower one
+    return [*map(float, seldom), odds[-1] + 0.2 * (odds[-1] - middle)]
+
+
+@pytest.mark.parametrize("counts", [[120, 79, 0, 1], [150, 50, 0, 0], [1, 0, 0, 199], [0, 0, 1, 0], [0, 0, 2, 0]])
+def test_the_referral_equals_loops(counts: list[int]) -> None:
+    labels = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    shared = log_posteriors(len(labels), seed=3)
+    found = referral(shared, labels, torch.tensor(counts))
+    assert found is not None and found.dtype == torch.float64
+    assert found.tolist() == pytest.approx(slow_referral(shared.tolist(), labels.tolist(), counts), rel=1e-12)
+
+
+def test_no_own_image_of_a_common_class_is_referred() -> None:
+    """The threshold is beyond every one of them, by a fifth of the way from their median."""
+    counts = torch.tensor([60, 0, 39, 1])  # 1 of 100 is not seldom
+    labels = torch.repeat_interleave(torch.arange(4), counts)
+    for seed in range(20):
+        shared = log_posteriors(100, seed=seed)
+        found = referral(shared, labels, counts)
+        assert found is not None and found[:-1].tolist() == [0, 1, 0, 0]
+        odds = referral_odds(shared, found[:-1] > 0)
+        assert float(found[-1]) == pytest.approx(float(odds.max() + MARGIN * (odds.max() - odds.median())))
+        assert (odds < found[-1]).all()
+        kept = torch.zeros(100, 4, dtype=torch.float64)
+        assert torch.equal(refer(kept, shared, found), kept)
+
+
+def test_own_images_of_seldom_classes_do_not_count() -> None:
+    counts = torch.tensor([150, 149, 1, 0])
+    labels = torch.repeat_interleave(torch.arange(4), counts)
+    shared = log_posteriors(300, seed=4)
+    expected = referral(shared, labels, counts)
+    assert expected is not None and expected[:-1].tolist() == [0, 0, 1, 1]
+    shared[299] = torch.tensor([-50.0, -50.0, 0.0, -50.0])  # the only image of the third class, as sure as can be
+    assert torch.equal(referral(shared, labels, counts), expected)
+    shared[0] = shared[299]
+    assert float(referral(shared, labels, counts)[-1]) > float(expected[-1]), "an image of a common class does"
+
+
+@pytest.mark.parametrize("counts", [[25, 25, 25, 25], [97, 1, 1, 1], [0, 0, 0, 0]])
+def test_no_referral_where_no_class_is_seldom(counts: list[int]) -> None:
+    labels = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    assert referral(log_posteriors(len(labels)), labels, torch.tensor(counts)) is None
+
+
+@pytest.mark.parametrize("images", [1, 99, 100, 101, 300, 700, 1000, 2900, 123_400])
+def test_seldom_is_less_than_one_image_in_a_hundred(images: int) -> None:
+    """Exactly one in a hundred is not, whatever the rounding of 0.01."""
+    assert SELDOM == 0.01
+    for few in (images // 100, images // 100 + 1):
+        counts = torch.tensor([images - few, few, 0])
+        labels = torch.tensor([0])  # one image is enough: the counts alone decide
+        found = referral(log_posteriors(1, 3), labels, counts)
+        expected = [float(100 * count < images) for count in counts.tolist()]
+        assert found is None if expected[0] else found is not None and found[:-1].tolist() == expected
+
+
+def test_a_referral_seldom_takes_an_image_from_the_own_model() -> None:
+    """Of own images and one more of the same kind, the last is beyond all others with probability 1/(n+1)."""
+    generator, runs, n = torch.Generator().manual_seed(1), 2000, 19
+    lost, counts = 0, torch.tensor([10, 9, 0])
+    labels = torch.repeat_interleave(torch.arange(3), counts)
+    for _ in range(runs):
+        shared = torch.randn(n + 1, 3, generator=generator, dtype=torch.float64).log_softmax(1)
+        found = referral(shared[:n], labels, counts)
+        lost += bool(referral_odds(shared[n:], found[:-1] > 0) > found[-1])
+    assert 0 < lost < runs / (n + 1)
 
 
 # --- the class mix of unlabelled images -------------------------------------------------------------------
@@ -129,39 +307,3 @@ def test_the_estimate_is_a_distribution_and_stays_where_images_say_nothing() -> 
     assert estimate_prior(sure, assumed).tolist() == pytest.approx([2 / 3, 0, 1 / 3])
     never = estimate_prior(torch.tensor([[0.6, 0.4, 0.0]]), torch.tensor([0.5, 0.5, 0.0]))
     assert never.isfinite().all() and float(never.sum()) == pytest.approx(1) and never[2] == 0
-
-
-# --- the rule: what any must do ---------------------------------------------------------------------------
-
-ALL = torch.tensor([25, 25, 25, 25])
-
-
-def answers(labels: Tensor, right: float, seed: int) -> Tensor:
-    """Log-probabilities of a model that is sure, and right on this share of the images."""
-    wrong = torch.rand(len(labels), generator=torch.Generator().manual_seed(seed)) >= right
-    said = torch.where(wrong, (labels + 1) % 4, labels)
-    return torch.nn.functional.one_hot(said, 4).double().mul(3).log_softmax(1)
-
-
-def decide(own_right: float, shared_right: float) -> Choice:
-    labels = torch.arange(200) % 4
-    folds = make_folds(200, None, rng())
-    return choose(answers(labels, own_right, 1), answers(labels, shared_right, 2), labels, ALL, folds)
-
-
-def test_a_clearly_better_shared_model_is_taken() -> None:
-    choice = decide(own_right=0.5, shared_right=0.98)
-    assert choice.accepted and choice.mixture.share < 1 and choice.images == 200
-    assert choice.gain > 0 and choice.right_mixed > choice.right_own
-
-
-def test_a_clearly_worse_shared_model_is_not() -> None:
-    choice = decide(own_right=0.98, shared_right=0.3)
-    assert not choice.accepted and choice.mixture == OWN
-
-
-@pytest.mark.parametrize("images", [0, 1])
-def test_without_validation_images_the_own_model_stays(images: int) -> None:
-    labels, folds = torch.zeros(images, dtype=torch.long), make_folds(images, None, rng())
-    choice = choose(log_posteriors(images), log_posteriors(images, seed=1), labels, ALL, folds)
-    assert not choice.accepted and choice.mixture == OWN and choice.images == images

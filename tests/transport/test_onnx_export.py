@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from fedbicross.exchange import Predictor
+from fedbicross.parts import gate
+from fedbicross.parts.local import own_model
 from fedbicross.transport.onnx_export import Whole, export
 from small import tiny_clients, tiny_context
 
@@ -31,6 +34,55 @@ def test_the_module_that_is_exported_answers_as_the_predictor(rule: str, prior: 
     model, images = predictor(rule, prior), tiny_clients(1)[0].images
     found = Whole(model).eval()(torch.from_numpy(images)).detach().numpy()
     assert np.allclose(found, model.probabilities(images), atol=1e-12)
+
+
+def gated(images: np.ndarray) -> Predictor:
+    """A class mix, a network that answers only what is referred to it, and odds that some of the images pass."""
+    model = predictor("consensus", prior=True)
+    scores = np.log(Predictor(model.task, ("resnet8",), model.states[1:]).probabilities(images))
+    odds = np.sort(scores[:, 2] - scores[:, :2].max(1))
+    at = 6 + int(np.diff(odds)[6:18].argmax())  # where no rounding can change which images are referred
+    threshold = float(odds[at] + odds[at + 1]) / 2
+    weights = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    return replace(model, class_weights=weights, referral=torch.tensor([0.0, 0.0, 1.0, threshold]))
+
+
+def referred(model: Predictor, images: np.ndarray) -> np.ndarray:
+    """Images whose answer hangs on the referral."""
+    difference = np.abs(model.probabilities(images) - replace(model, referral=None).probabilities(images))
+    return np.flatnonzero(difference.max(1) > 1e-3)
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_module_of_a_gated_model_answers_as_the_predictor() -> None:
+    images = tiny_clients(1)[0].images
+    model = gated(images)
+    found = Whole(model).eval()(torch.from_numpy(images)).detach().numpy()
+    assert np.allclose(found, model.probabilities(images), atol=1e-12)
+    assert 0 < len(referred(model, images)) < len(images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["drawn", "primum"])
+def test_a_graph_of_a_gated_model_gives_the_same_answers(spec: str) -> None:
+    """Of weights put in by hand, and of what primum's gate made of a client that lacks a class."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    images = tiny_clients(1)[0].images
+    model = gated(images)
+    if spec == "primum":
+        client = tiny_clients(1)[0]
+        client = replace(client, labels=np.where(client.labels == 2, 1, client.labels))
+        ctx = tiny_context(epochs=1)
+        shared = Predictor(ctx.task, ("resnet8",), model.states[1:])
+        made = gate.gated(client, own_model(client, ctx, "both"), shared, ctx)
+        assert len(made.states) == 3 and made.referral is not None and model.referral is not None
+        model = replace(made, referral=model.referral)  # of the same class, with odds that some images pass
+    session = runtime.InferenceSession(export(model))
+    for some in (images, images[:1]):
+        (answers,) = session.run(None, {"images": some})
+        assert np.allclose(answers, model.probabilities(some), atol=1e-5)
+    assert 0 < len(referred(model, images)) < len(images)
 
 
 @pytest.mark.slow

@@ -57,6 +57,9 @@ def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Pr
 def log_linear(predictor: Predictor) -> tuple[Tensor, Tensor]:
     """A [N,C] and b [C] with which log p(c) = Σ_i A(i,c) log p_i(c) + b(c), up to a number for each image."""
     count, classes = len(predictor.states), len(predictor.task.classes)
+    if predictor.referral is not None or not count:
+        kind = "with a referral" if count else "without a network"
+        raise MethodError("no_gate", f"a model {kind} cannot be mixed with another one")
     if predictor.combine == "consensus":
         assert predictor.class_weights is not None
         weights, prior = predictor.class_weights, predictor.log_prior

@@ -12,9 +12,9 @@ four tests.
 **Referral**, for the classes that it seldom or never sees: an image is answered by the shared model if this is surer
 that it shows such a class than on any of the client's own images of other classes, by a margin. If own images and the
 next patient of the same kind were exchangeable for the shared model, the last of n + 1 of them would be the highest
-with probability 1/(n+1). They nearly are:
-the shared model was trained on neither, but learnt from a network that was trained on the own ones. Among 6,062 new
-patients of 17 clients with drawn cells the bound allows for 7 lost answers; there were 13 without a margin, 1 with it.
+with probability 1/(n+1). They nearly are: the shared model was trained on neither, but learnt from a network that was
+trained on the own ones. Among 6,062 new patients of 17 clients with drawn cells the bound allows for 7 lost answers;
+there were 13 without a margin, 1 with it.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_what_was_gained_is_said_for_both_kinds_of_patients():
     found = verdict(local(), now("a", 0.92, overall=0.505))
     assert "elsewhere" not in found.headline, "less than a point is not told apart from nothing"
     found = verdict(local(), now("a", 0.92, overall=0.3))
-    assert found.kind == "good" and "but loses 20.0 for patients from elsewhere" in found.headline
+    assert found.kind == "good" and "but loses 20.0 points for patients from elsewhere" in found.headline
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_every_seed_has_its_own_bar():
 def test_the_other_way_of_training_alone_in_words():
     words = {item.method: row_verdict(item) for item in summarise({"rows": two_ways(0.8, 0.9, 0.85)})}
     assert words["local_only:balanced"] == ["the reference: training alone"]
-    assert words["local_only"] == ["training alone, another way", "loses to the reference by 10.0 points"]
+    assert words["local_only"] == ["training alone, another way", "10.0 points below the reference"]
 
 
 def test_a_bar_that_is_not_there_compares_nothing():

@@ -110,33 +110,34 @@ def client_gains(clients: Sequence[ClientGain], label: str) -> str:
     high: float = max([*shown, 0.01])
     margin = 0.04 * (high - low)
     low, high = low - margin, high + margin
-    width, tall, top, right = 740.0, 30.0, 58.0, 150.0
-    left = label_width([c.client for c in clients], 20) + 14
+    # Narrow enough for a telephone, where it is the first picture that a hospital looks for.
+    width, tall, top, right = 500.0, 30.0, 58.0, 142.0
+    left = label_width([c.client for c in clients], 16) + 14
     wide, bottom = width - left - right, top + tall * len(clients)
 
     def place(gain: float) -> float:
         return left + wide * (gain - low) / (high - low)
 
     body = [
-        triangle(left + 6, 12, 4.5, True, "dot helped"),
-        text(left + 16, 16, "own patients, with a 95 % interval", class_="axis"),
-        tag("circle", cx=left + 240, cy=12, r=4.5, class_="dot everywhere"),
-        text(left + 250, 16, "patients from everywhere", class_="axis"),
+        triangle(8, 12, 4.5, True, "dot helped"),
+        text(18, 16, "own patients, with a 95 % interval", class_="axis"),
+        tag("circle", cx=272, cy=12, r=4.5, class_="dot everywhere"),
+        text(282, 16, "patients from everywhere", class_="axis"),
         rect(left, top, place(0.0) - left, bottom - top, "harmside"),
-        text(width - right + 72, top - 8, "own", anchor="end", class_="axis"),
+        text(width - right + 50, top - 8, "own", anchor="end", class_="axis"),
         text(width - 4, top - 8, "everywhere", anchor="end", class_="axis"),
     ]
-    for tick in ticks(100 * low, 100 * high, 8):
+    for tick in ticks(100 * low, 100 * high, 5):
         x = place(tick / 100)
         body.append(line(x, top, x, bottom, "zero" if tick == 0 else "rule"))
         body.append(text(x, top - 8, ("+" if tick > 0 else "") + tick_text(tick), anchor="middle", class_="tick"))
     for i, c in enumerate(clients):
         y = top + (i + 0.5) * tall
         body += [line(left, y + tall / 2, width, y + tall / 2, "rule"), *_client_gain(c, y, place)]
-        body.append(text(left - 10, y + 4, c.client, 20, "end", class_="label"))
-        body.append(text(width - right + 72, y + 4, points(c.own), anchor="end", class_="value"))
+        body.append(text(left - 10, y + 4, c.client, 16, "end", class_="label"))
+        body.append(text(width - right + 50, y + 4, points(c.own), anchor="end", class_="value"))
         body.append(text(width - 4, y + 4, points(c.everywhere), anchor="end", class_="value"))
-    return svg(width, bottom + 4, body, label)
+    return svg(width, bottom + 4, body, label, narrow=340.0)
 
 
 def _client_gain(c: ClientGain, y: float, place: Callable[[float], float]) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from fedbicross.report import figures
 from fedbicross.report.diagnosis import diagnosis
 from fedbicross.report.summary import Summary, result_rows, seeds_of, training_alone
-from fedbicross.report.tables import harms
 from fedbicross.report.text import (
     NA,
     PROTOCOL_NAMES,
@@ -104,10 +103,19 @@ def tiles(summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, str]
             value = f"{percent(best.accuracy[protocol].mean)}\u00a0%"
             note = f"{title}; {points(gain.mean)} points against training alone"
             found.append({"title": name, "value": value, "note": note})
-        found.append({"title": "Hospitals harmed", "value": harms(best), "note": f"by {name}"})
+        found.append({"title": "Hospitals harmed", **_harmed(best, name)})
         cost = f"and a reply of {size(best.reply.mean)}"
         found.append({"title": "Uploaded", "value": size(best.upload.mean), "note": f"per hospital, {cost}"})
     return found
+
+
+def _harmed(best: Summary, name: str) -> dict[str, str]:
+    """How many, and how many more are lower by chance."""
+    if best.harmed is None or best.lower is None:
+        return {"value": NA, "note": f"by {name}"}
+    more = best.lower - best.harmed
+    by_chance = f"; {more}{' more' if best.harmed else ''} lower by chance" if more else ""
+    return {"value": f"{best.harmed} of {best.judged}", "note": f"by {name}{by_chance}"}
 
 
 def warnings(results: Mapping[str, Any]) -> list[str]:

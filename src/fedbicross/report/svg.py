@@ -60,12 +60,12 @@ def triangle(x: float, y: float, size: float, up: bool, class_: str, tip: str = 
     return tag("polygon", points=shape, class_=class_, tip=tip)
 
 
-def svg(width: float, height: float, body: Sequence[str], label: str) -> str:
-    """The whole drawing; on a narrow screen it shrinks only as far as its text stays readable, then scrolls."""
+def svg(width: float, height: float, body: Sequence[str], label: str, narrow: float = 740.0) -> str:
+    """The whole drawing; a screen shrinks it to ``narrow``, as far as its text stays readable, then it scrolls."""
     return (
         f'<svg class="chart" role="img" aria-label="{escape(short(label, 200))}" '
         f'viewBox="0 0 {coordinate(width)} {coordinate(height)}" width="{coordinate(width)}" '
-        f'height="{coordinate(height)}" style="min-width:{coordinate(min(width, 740))}px">{"".join(body)}</svg>'
+        f'height="{coordinate(height)}" style="min-width:{coordinate(min(width, narrow))}px">{"".join(body)}</svg>'
     )
 
 

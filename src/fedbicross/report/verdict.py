@@ -62,18 +62,24 @@ def row_verdict(item: Summary) -> list[str]:
         return [f"the reference: training alone{some if len(item.reference_rows) < item.seeds else ''}"]
     words = [UPPER_BOUND] if item.role == "upper_bound" else []
     if item.is_local:
-        words.append("training alone, another way")
-    other = "the reference" if item.is_local else "training alone"
+        return ["training alone, another way", *([] if item.gain.mean is None else [_beside(item)])]
     if item.loses:
-        words.append(f"loses to {other} by {_plain(item.gain.mean)} points")
+        words.append(f"loses to training alone by {_plain(item.gain.mean)} points")
     elif item.beats:
-        words.append(f"beats {other} by {_plain(item.gain.mean)} points")
+        words.append(f"beats training alone by {_plain(item.gain.mean)} points")
     elif item.gain.mean is not None:
-        words.append(f"level with {other}")
+        words.append("level with training alone")
     harm = harm_words(item)
     if harm and item.role != "upper_bound":
         words.append(harm)
     return words or ["not compared: nobody trained alone"]
+
+
+def _beside(item: Summary) -> str:
+    """Another way of training alone against the reference; it is no method, and cannot lose or win."""
+    if not item.loses and not item.beats:
+        return "level with the reference"
+    return f"{_plain(item.gain.mean)} points {'below' if item.loses else 'above'} the reference"
 
 
 def _plain(fraction: float | None) -> str:
@@ -132,29 +138,23 @@ def _harm_rate(item: Summary) -> float:
 def _headline(best: Summary, compared: Sequence[Summary]) -> tuple[str, str, str]:
     """Kind, badge and one sentence: what was gained, for whom."""
     name, harm, (rank, _) = short(best.method), harm_words(best, "hospital"), _rank(best)
-    gain, (others, who) = f"{_plain(best.gain.mean)} points", elsewhere(best)
+    others, who = elsewhere(best)
+    gains = f"{name} gains {_plain(best.gain.mean)} points for a hospital’s own patients"
+    gains += f" and {_plain(others)} {who}" if others >= CLEAR else ""
     by_chance = f" ({best.lower} of {best.judged} lower by chance)" if best.lower else ""
     if rank == 0:
-        words = f"Taking part was worth it: {name} gains {gain} for a hospital’s own patients"
-        if others >= CLEAR:
-            words += f" and {_plain(others)} {who},"
-        words += f" and harms no hospital{by_chance}"
-        if others <= -CLEAR:
-            words += f", but loses {_plain(others)} {who}"
-        return "good", "Worth it", f"{words}."
+        but = f", but loses {_plain(others)} points {who}" if others <= -CLEAR else ""
+        return "good", "Worth it", f"Taking part was worth it: {gains}, and harms no hospital{by_chance}{but}."
     if rank == 1:
         words = f"{name} costs nobody anything at home{by_chance}, and gains {_plain(others)} points {who}"
         return "good", "Worth it", f"Taking part was worth it: {words}."
     if rank == 2 and best.harmed is None:
-        words = f"{name} gains {gain} over training alone on average; whom it harms was not measured."
-        return "mixed", "Gain, harm unknown", words
+        return "mixed", "Gain, harm unknown", f"On average {gains}; whom it harms was not measured."
     if rank == 2 and best.harmed:
-        words = f"Taking part paid on average, not for everyone: {name} gains {gain} but {harm}."
-        return "mixed", "Mixed", words
+        return "mixed", "Mixed", f"Taking part paid on average, not for everyone: {gains}, but {harm}."
     if rank == 2:
         ahead = sum(value > 0 for value in best.gains if value is not None)
-        words = f"Taking part paid in {ahead} of {best.gain.count} seeds: {name} gains {gain} on average."
-        return "mixed", "Mixed", words
+        return "mixed", "Mixed", f"Taking part paid in {ahead} of {best.gain.count} seeds: on average {gains}."
     if rank == 3:
         words = f"Taking part brought nothing: the best method, {name}, is level with training alone"
         return ("bad", "Not worth it", f"{words} and {harm}.") if best.harmed else ("mixed", "No gain", f"{words}.")

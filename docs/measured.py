@@ -238,3 +238,67 @@ def stages(run: str, page: Path, root: Path) -> str:
             rows.append((row["method"], *(f"{value:.1f}" for value in seconds), f"{sum(seconds):.1f}"))
     source = f"[`results/{run}/results.json`]({link(root / 'results' / run / 'results.json', page)})"
     return f"{table(('method', *shown, 'all, s'), rows, 'lrrrr')}\n\nFrom {source}."
+
+
+def primum_cells(_: str, page: Path, root: Path) -> str:
+    """Cells of `python -m benchmarks.primum`: training alone, the teacher, the student, and the gate where it ran."""
+    columns = {
+        "local_only": ("matched", "global"),
+        "local_only:both": ("matched",),
+        "ensemble:consensus": ("global",),
+        "primum:student": ("global", "matched"),
+        "primum": ("matched", "global"),
+    }
+    header = [f"{method}, {protocol} %" for method, protocols in columns.items() for protocol in protocols]
+    rows = []
+    for file in sorted((root / "results" / "primum").glob("*-*-*-*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        accuracy = {row["method"]: row["accuracy"] for row in found["rows"]}
+        shown = [
+            f"{100 * accuracy[method][protocol]:.1f}" if method in accuracy else ""
+            for method, protocols in columns.items()
+            for protocol in protocols
+        ]
+        data, partition, clients, seed = file.stem.split("-")
+        student = next(row for row in found["rows"] if row["method"] == "primum:student")
+        name = f"[{data}, {partition}]({link(file, page)})"
+        rows.append((name, clients, seed, *shown, f"{student['seconds_by_stage']['fuse']:.0f}"))
+    versions = found["versions"]
+    titles = ("data, Dirichlet alpha", "N", "seed", *header, "uploads to replies, s")
+    made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; an empty cell was not measured."
+    return f"{table(titles, rows, 'l' + 'r' * (len(titles) - 1))}\n\n{made}"
+
+
+def primum_development(_: str, page: Path, root: Path) -> str:
+    """What primum's settings were chosen by."""
+    del page
+    found = json.loads((root / "results" / "primum" / "development.json").read_text(encoding="utf-8"))
+    keys = ("seed", "alpha_bn", "temperature", "batches_per_client", "steps", "steps_distil", "teacher", "accuracy")
+    rows = [[{**found["common"], **entry}[key] for key in keys] for entry in found["students"]]
+    titles = ("seed", "α_BN", "τ", "batches a client", "T", "student's steps", "teacher %", "student %")
+    weights = ", ".join(f"{entry['contrast']} and {entry['counts']}" for entry in found["teacher_weights"])
+    words = f"The teacher itself with weights by contrast and by counts, seeds 0 to 2: {weights}."
+    return f"{table(titles, rows, 'r' * len(titles))}\n\nBlood, {found['partition']}, N = {found['clients']}. {words}"
+
+
+def threads(_: str, page: Path, root: Path) -> str:
+    """FedISCA's quick settings with two threads and with one."""
+    del page
+    found = json.loads((root / "results" / "benchmarks" / "threads.json").read_text(encoding="utf-8"))
+    seeds = sorted({row["seed"] for row in found["rows"]})
+    rows, means = [], {}
+    for count in (2, 1):
+        values = [
+            100 * row["accuracy"]["global"]
+            for seed in seeds
+            for row in found["rows"]
+            if (row["threads"], row["seed"], row["method"]) == (count, seed, "fedisca")
+        ]
+        means[count] = values
+        rows.append(
+            (count, *(f"{value:.1f}" for value in values), f"{np.mean(values):.1f}", f"{np.std(values, ddof=1):.1f}")
+        )
+    apart = np.subtract(means[2], means[1])
+    words = f"Two less one: {np.mean(apart):+.1f} on average, standard error {np.std(apart, ddof=1) / len(apart) ** 0.5:.1f}."
+    header = ("threads", *(f"seed {seed}" for seed in seeds), "mean", "sd")
+    return f"{table(header, rows, 'r' * len(header))}\n\n{words}"

@@ -299,6 +299,7 @@ def threads(_: str, page: Path, root: Path) -> str:
             (count, *(f"{value:.1f}" for value in values), f"{np.mean(values):.1f}", f"{np.std(values, ddof=1):.1f}")
         )
     apart = np.subtract(means[2], means[1])
-    words = f"Two less one: {np.mean(apart):+.1f} on average, standard error {np.std(apart, ddof=1) / len(apart) ** 0.5:.1f}."
+    error = np.std(apart, ddof=1) / len(apart) ** 0.5
+    words = f"Two less one: {np.mean(apart):+.1f} on average, standard error {error:.1f}."
     header = ("threads", *(f"seed {seed}" for seed in seeds), "mean", "sd")
     return f"{table(header, rows, 'r' * len(header))}\n\n{words}"

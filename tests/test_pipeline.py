@@ -13,11 +13,12 @@ import torch
 
 from fedbicross import pipeline
 from fedbicross.bundle import sign
-from fedbicross.errors import FedBiCrossError, MethodError, UploadError
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
 from fedbicross.exchange import Predictor, Reply, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.methods.fedavg import FedAvg
+from fedbicross.parts import gate, local
 from fedbicross.transport import files
 from imports import SOURCE
 from small import tiny_clients, tiny_context
@@ -102,3 +103,36 @@ def test_verbs_are_run_in_one_place() -> None:
         if file.parent.name != "methods" and re.search(r"\bmethod\.(upload|fuse)\b", file.read_text())
     }
     assert calls == {"pipeline.py"}
+
+
+def test_any_model_for_all_can_be_put_before_the_gate() -> None:
+    clients, ctx = tiny_clients(2), tiny_context()
+    plain, gated = create("fedavg"), create("fedavg:personal")
+    assert gated.gated and not plain.gated and gated.config == plain.config
+    uploads = [gated.upload(client, ctx) for client in clients]
+    (reply, _) = gated.fuse(uploads, ctx)
+    personal = pipeline.personalize(gated, clients[0], reply, ctx, "a")
+    own = local.own_model(clients[0], ctx, None)
+    expected = gate.gated(clients[0], own, plain.personalize(clients[0], reply, ctx), ctx)
+    assert personal.pack() == expected.pack()
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        ("local_only:personal", "no_gate"),
+        ("fedbicross:personal", "no_gate"),
+        ("centralised:personal", "no_gate"),
+        ("ensemble:class_weighted:personal", "no_gate"),
+        ("nothing:personal", "unknown_method"),
+    ],
+)
+def test_what_has_no_model_for_all_has_no_gate(spec: str, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create(spec)
+    assert caught.value.code == code
+
+
+def test_the_gate_makes_a_model_for_each_client_in_a_simulation() -> None:
+    models = simulate(create("ensemble:consensus:personal"), tiny_clients(3), tiny_context())
+    assert len({id(model) for model in models.values()}) == 3

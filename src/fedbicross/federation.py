@@ -63,7 +63,7 @@ def simulate(
             _end_round(method, clients, replies, number, ctx, after_round)
     made: dict[int, bytes] = {}  # where the client plays no part in the result, equal replies give equal models
     for client, reply in zip(clients, replies, strict=True):
-        known = None if method.personal else made.get(id(reply))
+        known = None if method.personal or method.gated else made.get(id(reply))
         finish = partial(pipeline.personalize, method, client, reply, ctx)
         made[id(reply)] = _step(ctx, "models", ctx.scope, client, finish, known)
     ctx.drop_stages()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedbicross import parts
 from fedbicross.bundle import validate
 from fedbicross.context import Context, Task
 from fedbicross.errors import MethodError, UploadError
@@ -56,5 +57,8 @@ def personalize(method: Method[Any], client: Client, reply: Reply, ctx: Context,
     """At the client: the model that it will use, with networks that are what they are said to be."""
     with ctx.measured("personalize", name):
         predictor = method.personalize(client, reply, ctx)
+        if method.gated:
+            own = parts.local.own_model(client, ctx, method.loss)
+            predictor = parts.gate.gated(client, own, predictor, ctx)
         validate.check_predictor(predictor)
         return predictor

@@ -48,6 +48,8 @@ METHODS: dict[str, type[Method[Any]]] = {
     "fedlmg": FedLMG,
 }
 
+GATED = "personal"  # after the name of a method that ends with one model for all: the client's gate decides about it
+
 
 def method_names() -> list[str]:
     """Every ``name`` and ``name:variant``."""
@@ -55,10 +57,17 @@ def method_names() -> list[str]:
 
 
 def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quick: bool = False) -> Method[Any]:
-    """A method from ``name`` or ``name:variant``.
+    """A method from ``name`` or ``name:variant``, either followed by ``:personal`` for the gate at the client.
 
     ``table`` holds settings by method: those under ``name`` yield to the variant, those under ``name:variant`` win.
     """
+    inner, _, last = spec.rpartition(":")
+    if last == GATED:
+        method = create(inner, table, quick)
+        if method.gate_problem:
+            raise ConfigError("no_gate", f"{inner} cannot be {GATED}: {method.gate_problem}")
+        method.gated = True
+        return method
     name, _, variant = spec.partition(":")
     if name not in METHODS:
         raise ConfigError("unknown_method", f"unknown method {name!r}{nearest(name, METHODS)}")

@@ -37,6 +37,12 @@ class Method(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
+        self.gated = False  # ":personal": what personalize() gives must pass the client's gate (`parts.gate`)
+
+    @property
+    def gate_problem(self) -> str:
+        """Why its model cannot be put before the client's own by a gate, in words; empty where it can."""
+        return "it does not end with one model for all" if self.personal or self.pools_data else ""
 
     @property
     def needs(self) -> frozenset[str]:

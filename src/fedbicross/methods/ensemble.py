@@ -71,6 +71,12 @@ class Ensemble(Method[EnsembleConfig]):
         return ""
 
     @property
+    def gate_problem(self) -> str:
+        """Probabilities that are added up cannot be mixed with a network in logarithms."""
+        adds = self.config.combine in ("mean_probs", "class_weighted")
+        return f"combine = {self.config.combine!r} adds up probabilities" if adds else super().gate_problem
+
+    @property
     def _weighted(self) -> bool:
         return self.config.combine in ("class_weighted", "consensus")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from fedbicross.context import Context
     from fedbicross.exchange import Client
 
-OwnLoss = Literal["cross_entropy", "balanced", "both"]
 
-
-def own_model(client: Client, ctx: Context, loss: OwnLoss | None) -> Predictor:
+def own_model(client: Client, ctx: Context, loss: str | None) -> Predictor:
     """The network trained alone with this loss (none: the recipe's), or both networks with their answers averaged.
 
     A network whose training kept the client's class mix out of it has that mix added back: log p(c) + log pi(c).

@@ -401,6 +401,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/accuracy": measured.accuracy,
     "at-once": measured.at_once,
     "superseded": measured.superseded,
+    "waiting": measured.waiting,
+    "suite": measured.suite,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "longer": measured.longer,

@@ -130,6 +130,51 @@ def at_once(_: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'lrll')}\n\n{note}"
 
 
+def waiting(_: str, page: Path, root: Path) -> str:
+    """A step alone and beside a neighbour that takes the same steps, for each way to wait."""
+    file = root / "results" / "benchmarks" / "waiting.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        (row["way"], f"{row['alone_ms']:.0f}", ", ".join(f"{ms:.0f}" for ms in row["at_once_ms"]))
+        for row in found["rows"]
+    ]
+    versions = found["versions"]
+    head = ("threads that wait", "alone, ms a step", "two processes at once, ms a step")
+    made = (
+        f"{found['model']}, batch {found['batch']}, {versions['threads']} threads, {versions['cores']} cores, torch "
+        f"{versions['torch']}. From [`waiting.json`]({link(file, page)})."
+    )
+    if "demos" in found:
+        alone, first, second = found["demos"]["alone"] + found["demos"]["at_once"]
+        same = len({demo["rows_sha256"] for demo in (alone, first, second)}) == 1
+        times = [f"{demo['seconds'] / 60:.1f}" for demo in (alone, first, second)]
+        made += (
+            f"\n\n`fedbicross demo` on these cores: alone {times[0]} min, two at once {times[1]} and {times[2]} min, "
+            f"{'with the same' if same else 'with OTHER'} rows."
+        )
+    return f"{table(head, rows, 'lrr')}\n\n{made}"
+
+
+def suite(_: str, page: Path, root: Path) -> str:
+    """The tests under every setting: counts and minutes."""
+    file = root / "results" / "benchmarks" / "suite.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        (
+            row["setting"],
+            " ".join(f"`{name}={value}`" for name, value in row["environment"].items()),
+            *(row[count] for count in ("passed", "failed", "skipped")),
+            f"{row['seconds'] / 60:.1f}",
+            row["commit"],
+            row["note"],
+        )
+        for row in found["rows"]
+    ]
+    head = ("setting", "set to", "passed", "failed", "skipped", "minutes", "commit", "")
+    made = f"Two workers, torch {found['versions']['torch']}. From [`suite.json`]({link(file, page)})."
+    return f"{table(head, rows, 'llrrrrll')}\n\n{made}"
+
+
 def superseded(_: str, page: Path, root: Path) -> str:
     """Old values of results that were taken out, beside what has been made again."""
     file = root / "results" / "benchmarks" / "superseded.json"

@@ -12,4 +12,4 @@ results = fedbicross.run(
     training={"recipe": "modern", "epochs": 5, "batch_size": 32},
 )
 for row in results["rows"]:
-    print(f"{row['method']:<25} {row['accuracy']['matched']:6.1%}  harms {row['harmed_clients']}")
+    print(f"{row['method']:<25} {row['accuracy']['matched']:6.1%}  harms {row['clearly_harmed_clients']}")

@@ -10,21 +10,27 @@ wait_briefly()  # before torch
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Tiny tensors: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(int(os.environ.get("FEDBICROSS_TEST_THREADS", "1")))
 
+# Neither the machine's speed nor chance decides: no example has a deadline, and every machine draws the same ones.
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 # Two workers (`make test`) take one file after the other. Long ones first, so that no worker is left with one at the
-# end; the one that kills at measured moments beside one that keeps a core evenly busy.
+# end.
 FIRST = (
+    "transport/test_flower_deployment.py",
+    "engine/test_spread.py",
     "faults/test_kill_and_resume.py",
-    "methods/test_every_method.py",
     "faults/test_determinism.py",
     "methods/test_synthesis.py",
-    "transport/test_flower_deployment.py",
+    "methods/test_every_method.py",
+    "methods/test_shots.py",
+    "methods/test_generative.py",
     "methods/test_fedbicross.py",
-    "engine/test_spread.py",
 )
 
 

@@ -25,6 +25,7 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedisca": {"steps": 3, "batch": 12, "epochs": 2},
     "e_fedisca": {"steps": 3, "batch": 12, "memory": 2, "epochs": 2, "steps_distil": 3, "noise_images": 20},
     "fedbicross": {"steps": 3, "batch": 12, "trajectories": 2, "probes": 8, "epochs_personal": 1, "clusters": 2},
+    "primum": {"pool": 3, "steps": 3, "batch": 12, "steps_distil": 4, "lr": 0.2, "storage": "fp32"},
     "fedisca:five_shots": {"shots": 3},
     "e_fedisca:five_shots": {"shots": 3},
     "fedbicross:repeated": {"trajectories": 3},
@@ -50,6 +51,11 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedcgs": {"encoder": "tiny"},
     "fedlmg": {"images_per_class": 4, "steps": 3, "bn_steps": 1, "epochs": 2, "batch_synthesis": 12},
 }
+
+
+def first_in_check(cases: list[Any]) -> list[Any]:
+    """Every case in `make test`, only the first one in `make check`."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
 
 
 def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: int = 12, seed: int = 0) -> list[Client]:

@@ -150,3 +150,14 @@ def test_weights_of_another_architecture_are_refused_by_name() -> None:
 def test_the_pooled_site_has_the_servers_architecture() -> None:
     pooled = Client("all-sites-pooled", np.zeros((2, 12, 12, 3), np.uint8), np.zeros(2, np.int64))
     assert mixed_context().model_of(pooled) == "resnet8"
+
+
+def test_a_context_with_another_loss_shares_everything_else() -> None:
+    ctx, client = tiny_context(), tiny_clients(1)[0]
+    assert ctx.with_loss(None) is ctx and ctx.with_loss("cross_entropy") is ctx
+    other = ctx.with_loss("balanced")
+    assert other.training.balanced and not ctx.training.balanced
+    assert other.store is ctx.store and other.record is ctx.record and other.seed == ctx.seed
+    assert other.with_loss("balanced") is other
+    assert other.models.local_model_key(client) != ctx.models.local_model_key(client)
+    assert other.validation_rows(client).tolist() == ctx.validation_rows(client).tolist()

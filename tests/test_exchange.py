@@ -15,6 +15,12 @@ def test_bundles_round_trip() -> None:
     assert Reply.unpack(reply.pack()).pack() == reply.pack()
     predictor = Predictor(task, ("a", "b"), ({"w": torch.ones(1)}, {"w": torch.zeros(1)}), "mean_probs")
     assert Predictor.unpack(predictor.pack()).pack() == predictor.pack()
+    weights, prior = torch.tensor([[0.5, 1.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([-0.5, -1e4, -2.0])
+    mixed = Predictor(task, ("a", "b"), ({"w": torch.ones(1)},) * 2, "consensus", weights, log_prior=prior)
+    back = Predictor.unpack(mixed.pack())
+    assert back.pack() == mixed.pack() and back.combine == "consensus" and back.constant is None
+    assert torch.equal(back.log_prior, prior) and torch.equal(back.class_weights, weights)
+    assert Predictor.unpack(predictor.pack()).log_prior is None
     assert Upload("a", task).empty
     assert Reply().empty
     assert not upload.empty

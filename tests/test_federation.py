@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ def test_nothing_reachable_from_any_fuse_imports_the_data_package() -> None:
     assert SOURCE / "engine" / "train.py" in files, "the walk must follow lazy imports"
     bad = sorted(str(file.relative_to(SOURCE)) for file in files if (SOURCE / "data") in file.parents)
     assert bad == []
+    whole = [file for file in files if re.search(r"^\s*import fedbicross$", file.read_text(), re.MULTILINE)]
+    assert whole == [], "names that the package loads lazily would escape the walk"
 
 
 def test_the_walk_would_notice_data() -> None:
@@ -28,7 +31,7 @@ def test_the_walk_would_notice_data() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    order = ["cli", "runs", "federation", "methods", "parts", "steps", "engine", "models"]
+    order = ["cli", "runs", "federation", "pipeline", "methods", "parts", "steps", "engine", "models"]
     for rank, room in enumerate(order):
         below = {f"fedbicross.{name}" for name in order[:rank]}
         for file in modules_of(f"fedbicross.{room}"):
@@ -139,3 +142,102 @@ def test_odd_federations_give_finite_answers(name: str, kind: str) -> None:
     for probabilities in rows(simulate(create(name, TINY_METHODS), clients, ctx), clients[0].images).values():
         assert np.isfinite(probabilities).all()
         assert np.allclose(probabilities.sum(1), 1, atol=1e-4)
+
+
+# --- variants that share the server's work ----------------------------------------------------------------
+
+
+def sharing(store: MemoryStore, spec: str, events: list[dict[str, Any]] | None = None, seed: int = 0) -> Context:
+    ctx = tiny_context(epochs=1)
+    ctx.store, ctx.scope, ctx.seed = store, f"seed-{seed}/{spec.replace(':', '-')}", seed
+    if events is not None:
+        ctx.event = lambda **fields: events.append(fields)
+    return ctx
+
+
+@pytest.fixture
+def fusions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The scopes in which a server worked."""
+    plain, done = METHODS["primum"].fuse, list[str]()
+
+    def fuse(self: Any, uploads: Any, ctx: Context) -> Any:
+        done.append(ctx.scope)
+        return plain(self, uploads, ctx)
+
+    monkeypatch.setattr(METHODS["primum"], "fuse", fuse)
+    return done
+
+
+def test_variants_with_the_same_work_at_the_server_share_one_fusion(fusions: list[str]) -> None:
+    clients, store, events = tiny_clients(2), MemoryStore(), list[dict[str, Any]]()
+    for spec in ("primum", "primum:student"):
+        simulate(create(spec, TINY_METHODS), clients, sharing(store, spec, events))
+    assert fusions == ["seed-0/primum"]
+    for name in ("client-0", "client-1"):
+        paths = [f"replies/seed-0/{scope}/{name}.safetensors" for scope in ("primum", "primum-student")]
+        assert store.load(paths[0]) == store.load(paths[1]) is not None
+    costs = [store.load(f"records/fuse/seed-0/{scope}/server.json") for scope in ("primum", "primum-student")]
+    assert costs[0] == costs[1] is not None, "each row is charged in full"
+    told = {event["name"]: event["seconds"] for event in events if event["event"] == "fuse"}
+    assert set(told) == {"seed-0/primum/server", "seed-0/primum-student/server"} and min(told.values()) > 0
+    alone = simulate(create("primum:student", TINY_METHODS), clients, sharing(MemoryStore(), "primum:student"))
+    again = simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
+    assert {name: p.pack() for name, p in alone.items()} == {name: p.pack() for name, p in again.items()}
+
+
+@pytest.mark.parametrize("change", ["settings", "seed", "uploads", "loss"])
+def test_other_settings_seeds_or_uploads_are_fused_anew(change: str, fusions: list[str]) -> None:
+    clients, store = tiny_clients(2), MemoryStore()
+    simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
+    spec = {"settings": "primum:no_cutmix", "loss": "primum:cross_entropy"}.get(change, "primum:student")
+    if change == "uploads":
+        clients = [clients[0], Client("client-1", clients[1].images[:20], clients[1].labels[:20])]
+    simulate(create(spec, TINY_METHODS), clients, sharing(store, spec, seed=int(change == "seed")))
+    assert len(fusions) == 2
+
+
+def test_a_deleted_reply_is_made_again(fusions: list[str]) -> None:
+    """What the error for a damaged file advises: delete it and resume."""
+    clients, store = tiny_clients(2), MemoryStore()
+    whole = simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
+    store.drop("replies/seed-0/primum/client-1.safetensors")
+    store.drop("models/seed-0/primum/client-1.safetensors")
+    again = simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
+    assert {name: p.pack() for name, p in again.items()} == {name: p.pack() for name, p in whole.items()}
+    assert fusions == ["seed-0/primum"] * 2
+    store.drop("replies/seed-0/primum/client-1.safetensors")
+    other = simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
+    assert len(other) == 2 and fusions[2:] == ["seed-0/primum-student"], "nothing whole to copy"
+
+
+def test_killed_while_it_copies_a_fusion_it_ends_with_the_same_files(fusions: list[str]) -> None:
+    clients = tiny_clients(2)
+
+    class Mortal(MemoryStore):
+        budget = 10**6
+
+        def save(self, name: str, data: bytes) -> None:
+            if self.budget == 0:
+                raise InterruptedError
+            self.budget -= 1
+            super().save(name, data)
+
+    def finished(store: MemoryStore) -> dict[str, bytes | None]:
+        kinds = ("records/fuse/seed-0/primum-student/server.json", "replies/seed-0/primum-student/client-0.safetensors")
+        last = "models/seed-0/primum-student/client-1.safetensors"
+        return {name: store.load(name) for name in (*kinds, last)}
+
+    whole = MemoryStore()
+    for spec in ("primum", "primum:student"):
+        simulate(create(spec, TINY_METHODS), clients, sharing(whole, spec))
+    assert None not in finished(whole).values()
+    for budget in range(10):  # uploads, their records, the copied record, replies, models
+        store = Mortal()
+        simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
+        store.budget = budget
+        with pytest.raises(InterruptedError):
+            simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
+        store.budget = 10**6
+        simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
+        assert finished(store) == finished(whole), f"killed after {budget} files"
+    assert "seed-0/primum-student" not in fusions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -32,3 +33,14 @@ def test_lazy_names_resolve() -> None:
         assert getattr(fedbicross, name) is not None
     with pytest.raises(AttributeError):
         fedbicross.nonsense  # noqa: B018
+
+
+@pytest.mark.slow
+def test_nothing_depends_on_the_order_of_lazy_imports() -> None:
+    """``EAGER_IMPORT`` of lazy_loader loads every name at once: no circles, and no package of an extra."""
+    extras = ("flwr", "ray", "onnx", "onnxscript", "transformers", "diffusers", "efficientnet_lite_pytorch")
+    code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import fedbicross; print(fedbicross.__version__)"
+    for order in range(3):  # lazy_loader goes through sets of names
+        environment = {**os.environ, "EAGER_IMPORT": "1", "PYTHONHASHSEED": str(order)}
+        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedbicross import context, surroundings
+from fedbicross import client_models, context, surroundings
 from fedbicross.surroundings import Stopwatch
 from small import tiny_clients, tiny_context
 
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (surroundings, context):
+    for module in (surroundings, context, client_models):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

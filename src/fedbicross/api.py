@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedbicross import report
 from fedbicross.data import Dataset
 from fedbicross.runs import runner
 from fedbicross.runs.config import load_config
@@ -25,16 +26,12 @@ def run(
     config = load_config(flags=settings, quick=quick)
     results = runner.run(config, Path(out) if out else None, dataset=dataset)
     if out:
-        from fedbicross.report import write_report
-
-        write_report(Path(out))
+        report.write_report(Path(out))
     return results
 
 
 def resume(out: str | Path, *, dataset: Dataset | None = None) -> dict[str, Any]:
     """Continue a killed run; a run on your own arrays needs the same ``dataset`` again."""
     results = runner.resume(Path(out), dataset=dataset)
-    from fedbicross.report import write_report
-
-    write_report(Path(out))
+    report.write_report(Path(out))
     return results

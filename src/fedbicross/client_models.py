@@ -20,7 +20,7 @@ from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.tokens import boxes, token_sequences
-from fedbicross.engine.train import Trained, side_by_side, training
+from fedbicross.engine.train import Trained, side_by_side, split_validation, training
 from fedbicross.errors import MethodError
 from fedbicross.models.encoders import EncoderSpec, load_encoder
 
@@ -38,14 +38,18 @@ class ClientModels:
     def local_model(self, client: Client) -> Trained:
         """The client's own network by the run's recipe: trained on first use, then shared by content."""
         key = self.local_model_key(client)
-        if key not in self.ctx.record.local_models:
-            self.ctx.record.local_models.append(key)
+        self._note_use(key)
         began = time.perf_counter()
         self.train_local_models([client])
         result = Trained.unpack(self.ctx.store.load(_model_file(key)) or b"")
         self.ctx.watch.shared_seconds += time.perf_counter() - began
         self.ctx.record.flops += result.flops
         return result
+
+    def validation_rows(self, client: Client) -> np.ndarray:
+        """Which of a client's images its own training held back."""
+        rng = seeds.numpy_rng(self.ctx.training_seed, "training", client.name, "validation-split")
+        return split_validation(client.labels, client.patients, self.ctx.training.validation, rng)[1]
 
     def train_local_models(self, clients: Sequence[Client]) -> None:
         """Train those of the clients' own networks that are not there yet, on a GPU side by side."""
@@ -154,7 +158,12 @@ class ClientModels:
             "seed": self.ctx.training_seed,
             "precision": f"{self.ctx.device}-{self.ctx.precision}",
         }
-        return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+        return _content_key(parts)
+
+    def _note_use(self, key: str) -> None:
+        """The method at work is charged for it."""
+        if key not in self.ctx.record.local_models:
+            self.ctx.record.local_models.append(key)
 
     def features(self, source: Client | np.ndarray, spec: EncoderSpec) -> Tensor:
         """Tokens [n, 1 + L, dim] of a client's images (or of any uint8 images), shared by the content of each image."""
@@ -177,9 +186,8 @@ class ClientModels:
                 boxes(images.shape[1], spec.window, spec.stride), pairwise(times), strict=True
             ):
                 place = {**parts, "box": list(box), "device": self.ctx.device}
-                key = "features-" + hashlib.sha256(canonical_json(place).encode()).hexdigest()[:32]
-                if key not in self.ctx.record.local_models:
-                    self.ctx.record.local_models.append(key)
+                key = f"features-{_content_key(place)}"
+                self._note_use(key)
                 self.ctx.event(event="encoded", key=key, client=client.name, seconds=end - start)
             self.ctx.watch.shared_seconds += times[-1] - times[0]
         return tokens
@@ -198,19 +206,22 @@ class ClientModels:
             "seed": self.ctx.seed,
             "precision": f"{self.ctx.device}-{self.ctx.precision}",
         }
-        key = f"{kind}-{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}"
-        if key not in self.ctx.record.local_models:
-            self.ctx.record.local_models.append(key)
+        key = f"{kind}-{_content_key(parts)}"
+        self._note_use(key)
         began, inner = time.perf_counter(), self.ctx.watch.shared_seconds
-        data = self.ctx.store.load(f"client_models/{key}.safetensors")
+        data = self.ctx.store.load(_model_file(key))
         if data is None:
             with self.ctx.watch.aside():
                 data = make()
-            self.ctx.store.save(f"client_models/{key}.safetensors", data)
+            self.ctx.store.save(_model_file(key), data)
             seconds = time.perf_counter() - began - (self.ctx.watch.shared_seconds - inner)
             self.ctx.event(event="trained", key=key, client=client.name, seconds=seconds)
         self.ctx.watch.shared_seconds = inner + time.perf_counter() - began
         return data
+
+
+def _content_key(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
 def _model_file(key: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fedbicross import seeds
+from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
@@ -156,6 +156,16 @@ class Context:
 
         return ClientModels(self)
 
+    def with_loss(self, loss: str | None) -> Context:
+        """The same context whose clients train with this loss; none: with that of the run's recipe."""
+        if loss is None or loss == self.training.loss:
+            return self
+        return replace(self, training=self.training.model_copy(update={"loss": loss}))
+
+    def validation_rows(self, client: Client) -> np.ndarray:
+        """Which of a client's images its own training held back."""
+        return self.models.validation_rows(client)
+
     def local_model(self, client: Client) -> Trained:
         """The client's own network by the run's recipe."""
         return self.models.local_model(client)
@@ -187,8 +197,6 @@ class Context:
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""
-        from fedbicross import models
-
         model = models.build(name or self.task.model, *self.architecture[1:])
         models.initialise(model, rng, self.training.init_scheme)
         return model

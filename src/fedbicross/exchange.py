@@ -70,7 +70,7 @@ class _ReplyManifest(Settings):
 class _PredictorManifest(Settings):
     task: Task
     architectures: list[str]
-    combine: Literal["mean_logits", "mean_probs", "class_weighted"]
+    combine: Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
     encoder: dict[str, Any] | None = None
 
 
@@ -148,10 +148,12 @@ class Predictor:
     task: Task
     architectures: tuple[str, ...] = ()
     states: tuple[dict[str, Tensor], ...] = ()
-    combine: Literal["mean_logits", "mean_probs", "class_weighted"] = "mean_logits"
-    class_weights: Tensor | None = None  # [networks, classes], for class_weighted
+    combine: Literal["mean_logits", "mean_probs", "class_weighted", "consensus"] = "mean_logits"
+    class_weights: Tensor | None = None  # [networks, classes], for class_weighted and consensus
     constant: Tensor | None = None  # [classes]
     encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
+    log_prior: Tensor | None = None  # [classes], for consensus: added to what the networks say
+    referral: Tensor | None = None  # [classes + 1]: when the last network answers alone (`engine.combine.refer`)
 
     def probabilities(
         self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
@@ -166,6 +168,8 @@ class Predictor:
         tensors = pack_states(self.states)
         tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
         tensors |= {} if self.constant is None else {"constant": self.constant}
+        tensors |= {} if self.log_prior is None else {"log_prior": self.log_prior}
+        tensors |= {} if self.referral is None else {"referral": self.referral}
         info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
         info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
         return pack("predictor", tensors, info)
@@ -177,8 +181,9 @@ class Predictor:
         manifest = validate.read_manifest(_PredictorManifest, info)
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
-        weights, constant = tensors.get("class_weights"), tensors.get("constant")
-        return cls(manifest.task, architectures, tuple(states), manifest.combine, weights, constant, manifest.encoder)
+        tables = {name: tensors.get(name) for name in ("class_weights", "constant", "log_prior", "referral")}
+        task, combine, encoder = manifest.task, manifest.combine, manifest.encoder
+        return cls(task, architectures, tuple(states), combine, encoder=encoder, **tables)
 
 
 def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

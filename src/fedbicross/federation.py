@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -47,7 +48,7 @@ def simulate(
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
     if ctx.fast and method.uses_local_models:
-        ctx.train_local_models(clients)
+        ctx.with_loss(method.loss).train_local_models(clients)
     done, replies = _newest_round(method, clients, ctx)
     if done:
         _end_round(method, clients, replies, done, ctx, after_round)  # a kill may have come before its end
@@ -177,13 +178,50 @@ def _step(
 def _fuse(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Context) -> list[Reply]:
     """The server's step: all replies from the store, or all made anew."""
     paths = [f"replies/{folder}/{file_name(upload.client)}.safetensors" for upload in uploads]
-    if any(ctx.store.load(path) is None for path in paths):
+    if any(ctx.store.load(path) is None for path in paths) and not _reuse_fusion(method, uploads, folder, ctx):
+        began = time.perf_counter()
         replies = pipeline.fuse(method, uploads, ctx, f"{folder}/server")
+        seconds = time.perf_counter() - began
         packed = {id(reply): reply for reply in replies}  # clients often get the same reply: encode it once
         data = {key: reply.pack() for key, reply in packed.items()}
         for path, reply in zip(paths, replies, strict=True):
             ctx.store.save(path, data[id(reply)])
+        done = {"folder": folder, "seconds": seconds}
+        ctx.store.save(_fusion(method, uploads, folder, ctx), canonical_json(done).encode())
     return _read_shared(ctx.store, paths, Reply.unpack)
+
+
+def _reuse_fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Context) -> bool:
+    """Copy replies that a variant with the same work at the server has made of the same uploads; whether there were.
+
+    Its time and its record are copied too: every row is charged in full, as with local training.
+    """
+    known = ctx.store.load(_fusion(method, uploads, folder, ctx)) if method.rounds == 1 else None
+    if known is None:
+        return False
+    before = json.loads(known)
+    names = ["records/fuse/{}/server.json"]
+    names += [f"replies/{{}}/{file_name(upload.client)}.safetensors" for upload in uploads]
+    if not all(ctx.store.size(name.format(before["folder"])) for name in names):
+        return False  # one was deleted, as the error for a damaged file advises
+    ctx.event(event="fuse", scope=ctx.scope, name=f"{folder}/server", seconds=before["seconds"])
+    for name in names:  # replies last: once all of them are there, nothing more is done after a kill
+        ctx.store.save(name.format(folder), ctx.store.load(name.format(before["folder"])) or b"")
+    return True
+
+
+def _fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Context) -> str:
+    """Content address of a fusion: the same uploads, settings of the server and seed give the same replies."""
+    paths = [f"uploads/{folder}/{file_name(upload.client)}.safetensors" for upload in uploads]
+    parts = {
+        "method": method.name,
+        "settings": method.config.model_dump(exclude=set(method.at_client)),
+        "task": ctx.task.as_json(),
+        "seed": ctx.seed,
+        "precision": f"{ctx.device}-{ctx.precision}-{ctx.fast}",
+        "uploads": [hashlib.sha256(ctx.store.load(path) or b"").hexdigest() for path in paths],
+    }
+    return f"fusions/{hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]}.json"
 
 
 def _read_shared(store: Store, paths: Sequence[str], unpack_one: Callable[[bytes], T]) -> list[T]:

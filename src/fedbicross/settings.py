@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedbicross.errors import ConfigError, nearest
@@ -57,8 +58,6 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def as_toml(settings: Settings) -> str:
     """Fully resolved settings as TOML; what is not set is left out."""
-    import tomli_w
-
     return tomli_w.dumps(_without_none(settings.model_dump()))
 
 

@@ -135,6 +135,6 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
     code = "import sys; from fedbicross.bundle import audit\n"
     code += "for _ in range(25): audit.append(sys.argv[1], {'who': sys.argv[2]})"
     writers = [subprocess.Popen([sys.executable, "-c", code, str(log), str(who)]) for who in range(4)]
-    assert [writer.wait(timeout=100) for writer in writers] == [0] * 4
+    assert [writer.wait() for writer in writers] == [0] * 4
     assert audit.verify(log).entries == 100
     assert {json.loads(line)["event"]["who"] for line in log.read_bytes().splitlines()} == {"0", "1", "2", "3"}

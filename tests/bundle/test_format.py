@@ -110,7 +110,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(st.dictionaries(names, st.tuples(st.sampled_from(ALL_TYPES), shapes), max_size=6), values)
 def test_anything_that_is_packed_is_read_back(table: dict[str, Any], value: Any) -> None:
     if len({name.casefold() for name in table}) != len(table):

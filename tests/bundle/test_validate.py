@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from faults.toy_bundle import trained_like
 from fedbicross import models
 from fedbicross.bundle import validate
+from fedbicross.context import Task
 from fedbicross.errors import UploadError
+from fedbicross.exchange import Predictor
 from fedbicross.models import MODELS
 from fedbicross.settings import Settings
 
@@ -71,3 +76,36 @@ def test_manifests_have_exactly_their_fields_and_types() -> None:
         with pytest.raises(UploadError) as caught:
             validate.read_manifest(Manifest, bad)
         assert caught.value.code == "manifest" and "\n" not in caught.value.args[0]
+
+
+def consensus(**changes: Any) -> Predictor:
+    state = models.build("resnet8", 3, 3, 12).state_dict()
+    weights, prior = torch.tensor([[2.0, 0.0, 1.0]]), torch.tensor([0.0, -1e4, -2.0])
+    made = Predictor(Task(("a", "b", "c"), 12, 3, "resnet8"), ("resnet8",), (state,), "consensus", weights)
+    return replace(made, **{"log_prior": prior, **changes})
+
+
+def test_a_class_mix_beside_the_networks_passes() -> None:
+    validate.check_predictor(consensus())
+    validate.check_predictor(consensus(log_prior=None))
+    validate.check_log_prior(torch.zeros(3, dtype=torch.float64), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"log_prior": torch.tensor([0.0, -1.0])}, "tensor_shape"),
+        ({"log_prior": torch.zeros(1, 3)}, "tensor_shape"),
+        ({"log_prior": torch.zeros(3, dtype=torch.int64)}, "tensor_shape"),
+        ({"log_prior": torch.tensor([0.0, 0.1, -1.0])}, "magnitude"),
+        ({"log_prior": torch.tensor([0.0, -torch.inf, -1.0])}, "non_finite"),
+        ({"log_prior": torch.tensor([0.0, torch.nan, -1.0])}, "non_finite"),
+        ({"class_weights": None}, "missing_tensor"),
+        ({"class_weights": torch.tensor([[1.0, -0.5, 0.0]])}, "magnitude"),
+        ({"class_weights": torch.ones(2, 3)}, "tensor_shape"),
+    ],
+)
+def test_a_class_mix_or_weights_that_make_no_sense_are_refused(changes: dict[str, Any], code: str) -> None:
+    with pytest.raises(UploadError) as caught:
+        validate.check_predictor(consensus(**changes))
+    assert caught.value.code == code and "\n" not in caught.value.args[0]

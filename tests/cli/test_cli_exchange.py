@@ -140,6 +140,7 @@ def test_three_hospitals_end_where_a_simulation_ends(finished: Path) -> None:
         assert (finished / name / "model" / "model.safetensors").read_bytes() == expected[name]
 
 
+@pytest.mark.slow
 def test_the_same_with_fedbicross_whose_models_differ(tmp_path: Path) -> None:
     small = ("settings.steps=2", "settings.batch=6", "settings.probes=4", "settings.epochs_personal=1", "hold_out=0.1")
     root = set_up(tmp_path / "h", "fedbicross:k2", SITES, *small)

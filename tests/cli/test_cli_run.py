@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.console import CONFIG, artefacts, call, config_file, console, results, snapshot, timeless, write_npz
-from small import TINY_METHODS
 
 FILES = ("config.toml", "partition.json", "events.jsonl", "results.json", "report.html", "tables/results.md")
 
@@ -37,7 +36,7 @@ def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
     for name in FILES:
         assert (out / name).is_file(), name
     assert outcome.out.splitlines()[-1] == f"report: {Path('runs/run/report.html')}"
-    assert "local_only" in outcome.out and "fedavg" in outcome.out
+    assert "local_only" in outcome.out and "fedavg" in outcome.out and "verdict: Taking part " in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 150
     assert timeless(results(out)) == timeless(results(finished))
     lines = outcome.err.splitlines()  # progress is plain lines on standard error
@@ -180,7 +179,7 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {**demo.SETTINGS, "clients": 2, "threads": 1, "baselines": ["local_only"]}
     settings["data"] = {**settings["data"], **small}
     settings["training"] = {**settings["training"], "epochs": 1}
-    settings["method"] = {"fedbicross": TINY_METHODS["fedbicross"]}
+    settings["method"] = {"primum": {"pool": 2, "batch": 8, "steps": 2, "steps_distil": 2}}
     monkeypatch.setattr(demo, "SETTINGS", settings)
 
 
@@ -192,6 +191,7 @@ def test_demo_writes_a_report_and_replaces_an_earlier_demo(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     first = CliRunner().invoke(app, ["demo"])
     assert first.exit_code == 0, first.output
+    assert all(name in first.output for name in ("primum", "ensemble:consensus", "local_only:balanced", "verdict: "))
     out = tmp_path / "runs" / "demo"
     assert (out / "report.html").is_file()
     rows = timeless(results(out))

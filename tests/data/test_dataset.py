@@ -104,7 +104,7 @@ def test_default_classes_sort_in_order():
     assert data.classes == ("class-0", "class-1", "class-2")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.data())
 def test_stratified_subset_keeps_shares(labels, data):
     labels = as_labels(labels)

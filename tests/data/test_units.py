@@ -20,7 +20,7 @@ def test_patients_take_their_majority_label():
     assert units.size.tolist() == [2, 3] and units.are_patients
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 10**6), st.integers(2, 60), st.booleans(), st.booleans(), st.floats(0.05, 0.6))
 def test_split_off_test(seed, n, with_patients, with_sites, fraction):
     rng = np.random.default_rng(seed)

@@ -39,6 +39,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedbicross": {**SMALL, "clusters": 5, "epochs_personal": 1},
     "e_fedisca": {**SMALL, "memory": 20, "epochs": 2, "steps_distil": 40, "noise_images": 500},
     "fedisca": {**SMALL, "epochs": 3},
+    "primum": {**SMALL, "pool": 10, "steps_distil": 40},  # inversions of all five networks at once
+    "primum:student": {**SMALL, "pool": 10, "steps_distil": 40},  # whatever the gate decides
+    "primum:together": {**SMALL, "pool": 2, "steps_distil": 40, "prior": "uniform"},
     "dense": {"batch": 64, "steps": 10, "epochs": 3},
     "falcon": {"encoder": "tiny", "epochs_generator": 2, "epochs_classifier": 5, "epochs_global": 2},
 }

@@ -145,7 +145,7 @@ def test_a_step_is_recorded_once_under_its_name_and_only_where_it_should_be() ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("spec", ["local_only", "fedisca", "e_fedisca", "fedbicross"])
+@pytest.mark.parametrize("spec", ["local_only", "fedisca", "e_fedisca", "fedbicross", "primum"])
 def test_a_whole_method_ends_with_the_same_networks(spec: str) -> None:
     """Rounding differs in the last digits (statistics in one pass), and training repeats it a few times."""
     ends = []

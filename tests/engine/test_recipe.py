@@ -23,3 +23,10 @@ def test_modern_recipe_fills_what_is_not_given() -> None:
     assert recipe.rate(0) == pytest.approx(1e-2)
     assert recipe.rate(50) == pytest.approx(5e-3)
     assert Training(schedule="constant").rate(99) == 1e-3
+
+
+def test_cross_entropy_unless_asked_for_balanced_classes() -> None:
+    assert not Training().balanced and not Training(recipe="modern").balanced
+    assert Training(loss="balanced").balanced
+    with pytest.raises(ValueError, match="loss"):
+        Training(loss="focal")

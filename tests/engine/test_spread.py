@@ -151,7 +151,7 @@ def due(self, name, state):
         self.save_stage(name, *state())
         print("stage", flush=True)
         import time
-        time.sleep(120)
+        time.sleep(600)
 context.Context.save_stage_when_due = due
 main()
 """
@@ -173,7 +173,7 @@ def descendants(pid: int) -> dict[int, str]:
     return {child: now[child][2] for child in found[1:]}
 
 
-def gone(pids: Iterable[int], seconds: float = 30) -> bool:
+def gone(pids: Iterable[int], seconds: float = 200) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not [pid for pid, (_, state, _) in processes().items() if pid in pids and "Z" not in state]:
@@ -253,9 +253,10 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
         items = iter(source)
         assert [float(next(items)) for _ in range(4)] == [3, 4, 5, 6]
         assert int(source.tensors()["done"]) == 7
-        time.sleep(1.5)
-        made = log.stat().st_size
-        assert spread.CHUNK < made <= (2 + spread.WAITING) * spread.CHUNK, "it is ahead, but not far"
+        while log.stat().st_size <= spread.CHUNK:  # it goes ahead
+            time.sleep(0.05)
+        time.sleep(1)
+        assert log.stat().st_size <= (2 + spread.WAITING) * spread.CHUNK, "but not far"
         half = spread.CHUNK_BYTES // 8  # two floats32 arrays of this many numbers fill a chunk
         big = spread.Elsewhere(workers, Alone(9), partial(counted, log=str(large), size=half), {"done": place["done"]})
         next(iter(big))
@@ -267,7 +268,7 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
         assert said == ["a Ray worker is gone; the server makes the rest of its trajectory"]
         hands = workers.hands
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(hands[1].ready.remote(), timeout=20)
+        ray.get(hands[1].ready.remote(), timeout=200)
     assert ray.is_initialized(), "a cluster of others is left alone"
 
 

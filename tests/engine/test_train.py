@@ -10,7 +10,7 @@ from fedbicross import models
 from fedbicross.context import MemoryStore
 from fedbicross.engine import train as module
 from fedbicross.engine.recipe import Training
-from fedbicross.engine.train import Trained, epoch_batches, split_validation, train, turn_and_mirror
+from fedbicross.engine.train import Trained, balancing_shift, epoch_batches, split_validation, train, turn_and_mirror
 from fedbicross.errors import MethodError
 from fedbicross.seeds import torch_rng
 from small import tiny_clients
@@ -33,6 +33,16 @@ def same(a: Trained, b: Trained) -> bool:
     return all(torch.equal(a.state[name], b.state[name]) for name in a.state) and a.history == b.history
 
 
+def slow_loss(logits: torch.Tensor, labels: list[int], loss: str) -> torch.Tensor:
+    """-log p(y|x), image by image; balanced: of p(c|x) n(c), over the classes that there are."""
+    counts = [labels.count(c) if loss == "balanced" else 1 for c in range(logits.shape[1])]
+    total = torch.zeros(())
+    for row, label in zip(logits, labels, strict=True):
+        others = sum(counts[c] * row[c].exp() for c in range(len(counts)) if counts[c])
+        total = total - (counts[label] * row[label].exp() / others).log()
+    return total / len(labels)
+
+
 def test_learns_and_repeats() -> None:
     first = run()
     assert same(first, run())
@@ -41,10 +51,11 @@ def test_learns_and_repeats() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_equals_a_plain_torch_loop() -> None:
+@pytest.mark.parametrize("loss", ["cross_entropy", "balanced"])
+def test_equals_a_plain_torch_loop(loss: str) -> None:
     """The slow obvious version: one batch, no validation, no augmentation, two epochs."""
     client = tiny_clients(1)[0]
-    recipe = Training(epochs=2, batch_size=64, validation=0.0, lr=0.05)
+    recipe = Training(epochs=2, batch_size=64, validation=0.0, lr=0.05, loss=loss)
     fast = train(fresh(), "resnet8", client.images, client.labels, None, recipe, seed=0, stream=("t",))
     model = fresh().train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
@@ -53,7 +64,7 @@ def test_equals_a_plain_torch_loop() -> None:
         for group in optimiser.param_groups:
             group["lr"] = recipe.rate(epoch)
         optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), torch.from_numpy(client.labels)).backward()
+        slow_loss(model(x), client.labels.tolist(), loss).backward()
         optimiser.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(fast.state[name], value, msg=name)
@@ -160,3 +171,62 @@ def test_symmetries_are_the_eight_of_the_square() -> None:
     out = turn_and_mirror(image.repeat(8, 1, 1, 1), torch.arange(8))
     assert torch.equal(out[0], image[0])
     assert {tuple(row.flatten().tolist()) for row in out} == expected
+
+
+# --- balanced softmax -------------------------------------------------------------------------------------
+
+
+def test_the_shift_is_the_log_of_the_class_mix() -> None:
+    found = balancing_shift(torch.tensor([2, 0, 0, 0, 2, 0]), 4)
+    assert found.exp().tolist() == pytest.approx([4 / 6, 0, 2 / 6, 0])
+    assert found[1] == -torch.inf and found[3] == -torch.inf
+    assert balancing_shift(torch.tensor([1, 1]), 2).tolist() == [-torch.inf, 0]
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_class_that_the_client_lacks_is_neither_learnt_nor_pushed_down() -> None:
+    client = tiny_clients(1)[0]
+    labels = np.where(client.labels == 1, 2, client.labels)
+    start = {name: value.clone() for name, value in fresh().state_dict().items()}
+    heads = {}
+    for loss in ("cross_entropy", "balanced"):
+        recipe = Training(recipe="modern", epochs=2, batch_size=8, weight_decay=0.0, select="last", loss=loss)
+        trained = train(fresh(), "resnet8", client.images, labels, None, recipe, seed=0, stream=("t",))
+        heads[loss] = trained.state["head.weight"][1]
+        assert all(np.isfinite(entry["val_loss"]) and np.isfinite(entry["train_loss"]) for entry in trained.history)
+    torch.testing.assert_close(heads["balanced"], start["head.weight"][1], rtol=0, atol=0)
+    assert not torch.allclose(heads["cross_entropy"], start["head.weight"][1])
+
+
+def test_a_class_of_the_validation_images_only_does_not_count_as_absent() -> None:
+    client = tiny_clients(1)[0]
+    held = split_validation(client.labels, None, 0.1, module.numpy_rng(0, "t", "validation-split"))[1]
+    labels = np.zeros_like(client.labels)
+    labels[held[0]] = 2
+    recipe = RECIPE.model_copy(update={"loss": "balanced"})
+    trained = train(fresh(), "resnet8", client.images, labels, None, recipe, seed=0, stream=("t",))
+    assert all(np.isfinite(entry["val_loss"]) for entry in trained.history)
+
+
+def test_one_class_leaves_nothing_to_learn_and_ends_well() -> None:
+    client = tiny_clients(1)[0]
+    recipe = RECIPE.model_copy(update={"loss": "balanced"})
+    labels = np.full_like(client.labels, 1)
+    trained = train(fresh(), "resnet8", client.images, labels, None, recipe, seed=0, stream=("t",))
+    assert all(entry["train_loss"] == 0 and entry["val_accuracy"] == 1 for entry in trained.history)
+    assert all(torch.isfinite(value.float()).all() for value in trained.state.values())
+
+
+def test_balanced_training_resumes_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_CHECKPOINTS", -1.0)
+    recipe, store = RECIPE.model_copy(update={"loss": "balanced"}), MemoryStore()
+    whole = run(recipe)
+
+    def kill(epoch: int, entry: dict[str, Any]) -> None:
+        if epoch == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(recipe, store=store, checkpoint="c", on_epoch=kill)
+    assert same(whole, run(recipe, store=store, checkpoint="c"))
+    assert not same(whole, run())

@@ -9,7 +9,7 @@ import pytest
 
 from fedbicross.errors import MethodError
 from fedbicross.evaluate import METRICS, PROTOCOLS, metrics, protocols
-from fedbicross.evaluate.protocols import TestSet, score_client, subsets
+from fedbicross.evaluate.protocols import TestSet, compare_client, score_client, subsets
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0])
 OWNER = np.array([0, 0, 1, 1, -1, -1, 0])
@@ -109,3 +109,14 @@ def test_mismatched_shapes_are_refused():
         TestSet(LABELS, OWNER[:-1])
     with pytest.raises(ValueError, match="labels"):
         score_client(random_probs(6, 3), TEST, 0, np.ones(3))
+
+
+def test_two_models_image_by_image():
+    """Client 0 has images 0, 1 and 6; only those count."""
+    alone, ours = np.eye(3)[[0, 1, 2, 0, 1, 2, 1]], np.eye(3)[[1, 1, 0, 1, 0, 0, 0]]
+    found = compare_client(ours, alone, TEST, 0)
+    assert (found["images"], found["lost"], found["won"]) == (3, 1, 1)
+    assert found["interval"] == list(metrics.paired_interval(1, 1, 3))
+    assert compare_client(alone, alone, TEST, 1)["lost"] == 0
+    assert compare_client(ours, alone, TEST, 2) is None, "a client without test images"
+    assert json.loads(json.dumps(found)) == found

@@ -72,6 +72,7 @@ def pictures(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (secret @ mixing).view(n, 2, 6), image
 
 
+@pytest.mark.slow
 def test_attack_separates_tokens_that_tell_from_tokens_that_do_not() -> None:
     own_tokens, own_images = pictures(300, 0)
     tokens, targets = pictures(40, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbicross.evaluate import METRICS, PROTOCOLS
-from fedbicross.evaluate.summary import across_seeds, summarise
+from fedbicross.evaluate.summary import across_seeds, is_alone, local_baselines, reference, summarise
 
 
 def scores(client, matched, **overrides):
@@ -148,3 +148,33 @@ def test_mean_and_sd_are_the_usual_ones(values):
     assert merged["mean"] == pytest.approx(mean)
     assert merged["sd"] == pytest.approx((sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5, abs=1e-9)
     assert merged["sd"] == statistics.stdev(values)
+
+
+def test_the_bar_is_the_better_way_of_training_alone():
+    plain, balanced = [scores("a", 0.5), scores("b", 0.9)], [scores("a", 0.8), scores("b", 0.7)]
+    assert reference({"local_only": plain, "local_only:balanced": balanced}) == "local_only:balanced"
+    assert reference({"local_only": plain, "local_only:balanced": plain}) == "local_only", "of equals the first"
+    undefined = [scores("a", None), scores("b", None)]
+    assert reference({"local_only": undefined, "local_only:balanced": balanced}) == "local_only:balanced"
+    assert reference({"local_only": undefined}) == "local_only" and reference({}) is None
+
+
+def test_networks_trained_alone_come_before_heads():
+    assert local_baselines(["fedavg", "local_head", "local_only:balanced", "local_only"]) == [
+        "local_only:balanced",
+        "local_only",
+    ]
+    assert local_baselines(["local_head", "falcon"]) == ["local_head"] and local_baselines(["falcon"]) == []
+    assert [is_alone(spec) for spec in ("local_only:balanced", "local_head", "majority")] == [True, True, False]
+
+
+def test_beyond_chance_is_said_of_each_client_and_counted():
+    pairs = {"a": [-0.3, -0.1], "b": [0.05, 0.2], "c": [-0.2, 0.1]}
+    ours = [{**client, "against_alone": {"interval": pairs[client["client"]]}} for client in ROW]
+    row = summarise(ours, [1, 1, 1], LOCAL)
+    assert (row["clearly_harmed_clients"], row["clearly_helped_clients"]) == (1, 1)
+    assert [c["clearly_harmed"] for c in row["clients"]] == [True, False, False]
+    ours[0]["against_alone"] = None
+    row = summarise(ours, [1, 1, 1], LOCAL)
+    assert row["clearly_harmed_clients"] == 0 and row["clients"][0]["clearly_harmed"] is None
+    assert summarise(ROW, [1, 1, 1], LOCAL)["clearly_harmed_clients"] is None, "nothing was compared"

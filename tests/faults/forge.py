@@ -7,13 +7,15 @@ process has one thread and has run nothing itself, so that a fork is as good as 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli.console import environment
+
+KILLED = (-signal.SIGKILL, -signal.SIGALRM)  # at once, or after a delay
 
 FORGE = """
 import json, os, resource, signal, sys
@@ -24,17 +26,23 @@ from fedbicross.cli import main
 torch.set_num_threads(1)
 WRITES = {"open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree"}
 
-def count_writes(under, die_at, counted):
+def count_writes(under, at, delay, send, counted):
     done = 0
     def hook(event, args):
         nonlocal done
-        if event not in WRITES or not str(args[0]).startswith(under):
+        if event not in WRITES:
+            return
+        emptied = event in ("os.remove", "os.rmdir") and args[1] != -1  # by shutil.rmtree: a name in an open folder
+        if not emptied and not str(args[0]).startswith(under):
             return
         if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             return
         done += 1
-        if done == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if done == at and delay:
+            signal.signal(signal.SIGALRM, signal.default_int_handler if send == signal.SIGINT else signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, delay)
+        elif done == at:
+            os.kill(os.getpid(), send)
         counted[0] = done
     sys.addaudithook(hook)
 
@@ -53,7 +61,7 @@ for line in sys.stdin:
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_limit"],) * 2)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         if order["under"]:
-            count_writes(order["under"], order["die_at"], counted)
+            count_writes(order["under"], order["at"], order["delay"], order["send"], counted)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test runner was started with
         try:
             main()
@@ -62,6 +70,7 @@ for line in sys.stdin:
         except BaseException:
             import traceback
             traceback.print_exc()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print("writes:", counted[0])
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
@@ -73,7 +82,7 @@ for line in sys.stdin:
 
 
 class Forge:
-    """Start, watch and kill commands, one at a time."""
+    """Start commands and wait for their end, one at a time."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -86,14 +95,24 @@ class Forge:
         )
         assert self._line() == "ready"
 
-    def start(self, *args: str | Path, under: Path | None = None, die_at: int = 0, file_limit: int = 0) -> int:
+    def start(
+        self,
+        *args: str | Path,
+        under: Path | None = None,
+        at: int = 0,
+        delay: float = 0.0,
+        send: int = signal.SIGKILL,
+        file_limit: int = 0,
+    ) -> int:
         """Begin a command and return its process number.
 
-        With ``under`` the changes to files below that folder are counted (see ``writes``), and the process kills
-        itself just before the one numbered ``die_at``. With ``file_limit`` it dies while writing a larger file.
+        With ``under`` the changes to files below that folder are counted (see ``writes``), and the process ends
+        itself just before the one numbered ``at``, or ``delay`` seconds later in the middle of whatever it does
+        then. Moments are counted and not timed: a machine that is busy hits the same ones.
+        With ``file_limit`` it dies while writing a larger file.
         """
         order = {"args": [str(arg) for arg in args], "log": str(self.log), "under": str(under or "")}
-        self._tell(json.dumps({**order, "die_at": die_at, "file_limit": file_limit}))
+        self._tell(json.dumps({**order, "at": at, "delay": delay, "send": int(send), "file_limit": file_limit}))
         return int(self._line())
 
     def writes(self) -> int:
@@ -110,16 +129,11 @@ class Forge:
         self.start(*args)
         return self.wait()
 
-    def kill(self, child: int, signal: int) -> int:
-        """Send a signal and wait for the end."""
-        os.kill(child, signal)
-        return self.wait()
-
     def close(self) -> None:
         """Let the forge end."""
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.wait()
         if self.process.stdout:
             self.process.stdout.close()
 

@@ -102,7 +102,7 @@ def test_impossible_statistics_in_every_layer() -> None:
 # --- 17: missing statistics ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedisca", "e_fedisca", "fedbicross"])
+@pytest.mark.parametrize("method", ["fedavg", "ensemble", "fedisca", "e_fedisca", "fedbicross", "primum"])
 def test_each_missing_buffer_of_each_layer(method: str) -> None:
     buffers = [n for n in trained_like("resnet8") if n.endswith(("running_var", "running_mean", "num_batches_tracked"))]
     assert len(buffers) == 27
@@ -114,7 +114,7 @@ def test_each_missing_buffer_of_each_layer(method: str) -> None:
 def test_a_network_without_batch_normalisation() -> None:
     """Methods that need the statistics say so; averaging and ensembles do without."""
     upload = network(dict(trained_like("cnn")), task=replace(TASK, model="cnn"))
-    for name in ("fedisca", "e_fedisca", "fedbicross"):
+    for name in ("fedisca", "e_fedisca", "fedbicross", "primum"):
         method = create(name)
         assert refusal(lambda method=method: check_needs(method, [upload]), MethodError) == "needs_bn_stats"
     for name in ("fedavg", "ensemble"):

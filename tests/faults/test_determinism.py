@@ -43,6 +43,7 @@ SMALL = {  # whatever of these a method has: seconds instead of hours
     "batch": 8,
     "epochs": 2,
     "memory": 2,
+    "pool": 6,
     "steps_distil": 3,
     "noise_images": 16,
     "trajectories": 2,
@@ -164,6 +165,7 @@ def undisturbed(name: str) -> tuple[dict[str, bytes], str, list[str]]:
     return packed(predictors), canonical_json(kept), store.saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_order_of_clients_changes_nothing(name: str) -> None:
     clients = small_clients(3)
@@ -317,19 +319,18 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
     forge.close()
 
 
-def wait_for(path: Path) -> None:
-    began = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - began < 60, f"{path} never appeared"
-        time.sleep(0.0005)
+def stopped(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    assert "Z" not in state, "it has ended"
+    return "T" in state
 
 
 @pytest.mark.slow
 def test_a_second_runner_is_refused_at_once(forge: Forge, tmp_path: Path) -> None:
     config, out = config_file(tmp_path), tmp_path / "out"
-    child = forge.start("run", config, "--out", out)
-    wait_for(out / "config.toml")
-    os.kill(child, signal.SIGSTOP)  # it holds its folder for as long as we look
+    child = forge.start("run", config, "--out", out, under=out, at=20, send=signal.SIGSTOP)
+    while not stopped(child):  # it holds its folder for as long as we look
+        time.sleep(0.01)
     held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for args in (["resume", out], ["run", config, "--out", out], ["run", config, "--out", out, "--overwrite"]):
         second = call(*args)
@@ -344,27 +345,19 @@ def test_a_second_runner_is_refused_at_once(forge: Forge, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_control_c_is_one_line_and_can_be_resumed(forge: Forge, tmp_path: Path) -> None:
     config, whole = config_file(tmp_path), tmp_path / "whole"
-    forge.start("run", config, "--out", whole)
-    wait_for(whole)
-    began = time.monotonic()
+    forge.start("run", config, "--out", whole, under=whole)
     assert forge.wait() == 0, forge.said()
-    seconds = time.monotonic() - began
-    stopped = 0
-    for number in range(6):
+    writes = forge.writes()
+    for number in range(5):  # delays: in the middle of training, too
         out = tmp_path / f"stopped-{number}"
-        child = forge.start("run", config, "--out", out)
-        wait_for(out / "config.toml")
-        time.sleep(seconds * number / 8)
-        code = forge.kill(child, signal.SIGINT)
-        assert code in (0, 130), forge.said()
-        if code == 130:
-            stopped += 1
-            lines = forge.said().splitlines()[:-1]  # the last is the forge's own
-            assert "Traceback" not in forge.said()
-            assert lines[-1].startswith("stopped; `fedbicross resume")
-            assert [line for line in lines if "stopped" in line] == lines[-1:]
+        moment = 10 + (writes - 10) * number // 6
+        forge.start("run", config, "--out", out, under=out, at=moment, delay=0.005 * number, send=signal.SIGINT)
+        assert forge.wait() == 130, forge.said()
+        lines = forge.said().splitlines()[:-1]  # the last is the forge's own
+        assert "Traceback" not in forge.said()
+        assert lines[-1].startswith("stopped; `fedbicross resume")
+        assert [line for line in lines if "stopped" in line] == lines[-1:]
         assert forge.run("resume", out) == 0, forge.said()
         assert timeless(results(out)) == timeless(results(whole))
         assert artefacts(out) == artefacts(whole)
         assert leftovers(out) == []
-    assert stopped >= 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +12,22 @@ from pathlib import Path
 import pytest
 
 from cli.console import CONFIG, artefacts, config_file, results, timeless
-from faults.forge import Forge, leftovers
+from faults.forge import KILLED, Forge, leftovers
 
 MOMENTS = 12
-MIDWAY = 7
-METHODS = '["local_only", "fedavg:uniform", "ensemble:class_weighted"]'
-TEXT = CONFIG.replace('["local_only", "fedavg"]', METHODS) + '[method."fedavg:uniform"]\nrounds = 3\n'
+BEGUN = 10  # changes to files by then: the folder, its lock, partition.json and config.toml
+METHODS = '["local_only", "fedavg:uniform", "ensemble:class_weighted", "primum", "primum:student"]'
+PRIMUM = "[method.primum]\npool = 3\nsteps = 4\nbatch = 8\nsteps_distil = 3\n"  # the two share the server's work
+TEXT = CONFIG.replace('["local_only", "fedavg"]', METHODS) + '[method."fedavg:uniform"]\nrounds = 3\n' + PRIMUM
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that ended by itself, and how long it took from the moment that its folder appeared."""
+    """A run that ended by itself, and how many changes to files it made."""
 
     config: Path
     out: Path
-    seconds: float
+    writes: int
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +41,21 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 def undisturbed(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
     config = config_file(folder, TEXT)
-    seconds = []
-    for number in range(2):  # the second is the fair measure: files are in the cache
+    writes = []
+    for number in range(2):
         out = folder / f"run-{number}"
-        forge.start("run", config, "--out", out)
-        appeared = wait_for(out)
+        forge.start("run", config, "--out", out, under=out)
         assert forge.wait() == 0, forge.said()
-        seconds.append(time.monotonic() - appeared)
+        writes.append(forge.writes())
     assert timeless(results(folder / "run-0")) == timeless(results(folder / "run-1"))
     assert artefacts(folder / "run-0") == artefacts(folder / "run-1")
-    return Undisturbed(config, folder / "run-1", seconds[1])
+    assert writes[0] == writes[1] > 100
+    return Undisturbed(config, folder / "run-1", writes[1])
 
 
-def wait_for(path: Path) -> float:
-    """When ``path`` appeared."""
-    began = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - began < 60, f"{path} never appeared"
-        time.sleep(0.0005)
-    return time.monotonic()
-
-
-def begin_and_kill(forge: Forge, delay: float, out: Path, *args: str | Path) -> bool:
-    """Start a command and kill it ``delay`` seconds after the folder is there; whether it was still running."""
-    child = forge.start(*args)
-    wait_for(out)
-    time.sleep(delay)
-    return forge.kill(child, signal.SIGKILL) == -signal.SIGKILL
+def begin_and_kill(forge: Forge, at: int, delay: float, out: Path, *args: str | Path) -> None:
+    forge.start(*args, under=out, at=at, delay=delay)
+    assert forge.wait() in KILLED, forge.said()
 
 
 def finish(forge: Forge, config: Path, out: Path) -> None:
@@ -91,35 +79,25 @@ def same(out: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_twelve_moments(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """One moment in each part of the run, between two changes to files: in the middle of training, say."""
     rng = random.Random(0)
-    midway, begun = 0, 0
+    part = (undisturbed.writes - BEGUN) // (MOMENTS + 1)  # none in the last: it would be over before the delay is
     for number in range(MOMENTS):
-        # One moment in each twelfth of the run, so that every part of it is hit.
-        delay = (number + rng.random()) / MOMENTS * undisturbed.seconds * 0.95
         out = tmp_path / f"killed-{number}"
-        killed = begin_and_kill(forge, delay, out, "run", undisturbed.config, "--out", out)
-        begun += (out / "config.toml").exists()
-        midway += killed and not (out / "report.html").exists()
+        moment = BEGUN + int((number + rng.random()) * part)
+        begin_and_kill(forge, moment, rng.random() * 0.02, out, "run", undisturbed.config, "--out", out)
+        assert (out / "config.toml").exists() and not (out / "report.html").exists()
         finish(forge, undisturbed.config, out)
         same(out, undisturbed.out)
         shutil.rmtree(out)
-    assert midway >= MIDWAY, f"only {midway} of {MOMENTS} runs were killed midway"
-    assert begun >= MIDWAY, f"only {begun} of {MOMENTS} runs had begun"
 
 
 @pytest.mark.slow
 def test_killed_just_before_a_file_changes(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Between creating, writing, linking and renaming there is no time to hit by chance, so it is counted."""
-    whole = tmp_path / "whole"
-    forge.start("run", undisturbed.config, "--out", whole, under=whole)
-    assert forge.wait() == 0, forge.said()
-    writes = forge.writes()
-    assert writes > 100
-    first = list(range(1, 10))  # the folder, its lock, partition.json and config.toml
-    for moment in first + random.Random(3).sample(range(10, writes), 5):
+    """Between creating, writing, linking and renaming."""
+    for moment in [*range(1, BEGUN), *random.Random(3).sample(range(BEGUN, undisturbed.writes), 5)]:
         out = tmp_path / f"killed-{moment}"
-        forge.start("run", undisturbed.config, "--out", out, under=out, die_at=moment)
-        assert forge.wait() == -signal.SIGKILL
+        begin_and_kill(forge, moment, 0, out, "run", undisturbed.config, "--out", out)
         finish(forge, undisturbed.config, out)
         same(out, undisturbed.out)
         shutil.rmtree(out)
@@ -142,32 +120,26 @@ def test_killed_in_the_middle_of_a_file(forge: Forge, undisturbed: Undisturbed, 
 @pytest.mark.slow
 def test_killed_again_while_resuming(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
     rng = random.Random(1)
-    interrupted = 0
     for number in range(3):
         out = tmp_path / f"killed-{number}"
-        begin_and_kill(
-            forge, undisturbed.seconds * 0.2 * (1 + rng.random()), out, "run", undisturbed.config, "--out", out
-        )
-        for _ in range(2):
-            interrupted += begin_and_kill(forge, undisturbed.seconds * 0.3 * rng.random(), out, "resume", out)
+        moment = int(undisturbed.writes * 0.2 * (1 + rng.random()))
+        begin_and_kill(forge, moment, 0.01, out, "run", undisturbed.config, "--out", out)
+        for _ in range(2):  # a tenth of the run's changes at most, twice
+            moment = rng.randint(1, undisturbed.writes // 10)
+            begin_and_kill(forge, moment, 0.01 * rng.random(), out, "resume", out)
         finish(forge, undisturbed.config, out)
         same(out, undisturbed.out)
-    assert interrupted >= 3
 
 
 @pytest.mark.slow
 def test_killed_while_an_earlier_run_is_replaced(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Whatever is left, the same command may be given again."""
-    rng = random.Random(2)
-    for number in (0, 3):
-        out = tmp_path / f"replaced-{number}"
+    for moment in (6, 40, 100):
+        out = tmp_path / f"replaced-{moment}"
         shutil.copytree(undisturbed.out, out)
-        child = forge.start("run", undisturbed.config, "--out", out, "--overwrite")
-        began = time.monotonic()
-        while len(list(out.iterdir())) > 12 - number and time.monotonic() - began < 30:  # it is being emptied
-            time.sleep(0.0002)
-        time.sleep(rng.random() * 0.005)
-        forge.kill(child, signal.SIGKILL)
+        began = len(list(out.rglob("*")))
+        begin_and_kill(forge, moment, 0, out, "run", undisturbed.config, "--out", out, "--overwrite")
+        assert (out / "config.toml").exists() and len(list(out.rglob("*"))) < began, "it was being emptied"
         assert forge.run("run", undisturbed.config, "--out", out, "--overwrite") == 0, forge.said()
         same(out, undisturbed.out)
 

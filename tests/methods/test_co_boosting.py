@@ -17,7 +17,7 @@ from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.methods.co_boosting import Boosting, describe_weights
 from fedbicross.parts.replay import Replay
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["co_boosting"], "epochs": 2, "steps": 2, "storage": "fp32", "lr": 0.02}
 
@@ -126,7 +126,7 @@ def final_weights(ctx: Context) -> list[float]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("variant", "settings"), CASES)
+@pytest.mark.parametrize(("variant", "settings"), first_in_check(CASES))
 def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, Any], uploads: list[Upload]) -> None:
     method, ctx = made(variant, **settings), tiny_context()
     replies = method.fuse(uploads, ctx)

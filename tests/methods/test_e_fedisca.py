@@ -77,14 +77,16 @@ SPECS = ["", ":ema", ":synthesis_only", ":noise_only", ":no_adaptation", ":no_sy
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("variant", SPECS)
+@pytest.mark.parametrize("variant", [SPECS[0], *(pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS[1:])])
 def test_equals_the_algorithm_in_plain_torch(variant: str, uploads: list[Upload]) -> None:
     method = create(f"e_fedisca{variant}", {"e_fedisca": SETTINGS})
     replies = method.fuse(uploads, tiny_context())
     assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
     slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
-    other = create(f"e_fedisca{variant}", {"e_fedisca": {**SETTINGS, "epochs": 3}})
-    with pytest.raises(AssertionError):
+    if variant:
+        return
+    other = create("e_fedisca", {"e_fedisca": {**SETTINGS, "epochs": 3}})
+    with pytest.raises(AssertionError):  # the comparison is fine enough to notice
         slow.assert_same_state(replies[0].tensors, plain(other.config, uploads, tiny_context()))
 
 

@@ -83,7 +83,9 @@ SHORTEST = {
 }
 
 
-@pytest.mark.parametrize("spec", method_names())
+@pytest.mark.parametrize(
+    "spec", [name if name in METHODS else pytest.param(name, marks=pytest.mark.slow) for name in method_names()]
+)
 def test_every_variant_runs_and_answers(spec: str, shared: Context) -> None:
     clients = tiny_clients(3)
     ctx = replace(shared, scope=f"seed-0/{spec.replace(':', '-')}")
@@ -103,20 +105,24 @@ NEED_ONE = {"fedavg", "fedavg:uniform", "fedavg:multi_round"} | {
 }
 
 
-@pytest.mark.parametrize("spec", method_names())
-def test_clients_of_different_architectures_take_part_or_are_refused_before_any_work(
-    spec: str, shared: Context
-) -> None:
-    clients, method, events = tiny_clients(3), create(spec, TINY_METHODS), list[str]()
-    ctx = replace(shared, scope=f"seed-0/mixed-{spec.replace(':', '-')}", client_models=ARCHITECTURES)
+def test_who_refuses_clients_of_different_architectures() -> None:
+    assert {spec for spec in method_names() if create(spec, TINY_METHODS).refuses_mixed_models} == NEED_ONE
+
+
+@pytest.mark.parametrize("spec", sorted(NEED_ONE))
+def test_clients_of_different_architectures_are_refused_before_any_work(spec: str, shared: Context) -> None:
+    ctx, events = replace(shared, client_models=ARCHITECTURES), list[str]()
     ctx.event = lambda **fields: events.append(fields["event"])
-    assert bool(method.refuses_mixed_models) == (spec in NEED_ONE)
-    if spec in NEED_ONE:
-        with pytest.raises(MethodError, match="architecture") as caught:
-            simulate(method, clients, ctx)
-        assert caught.value.code == "mixed_models" and events == []
-    if spec not in METHODS or spec in NEED_ONE:  # variants differ in nothing that depends on an architecture
-        return
+    with pytest.raises(MethodError, match="architecture") as caught:
+        simulate(create(spec, TINY_METHODS), tiny_clients(3), ctx)
+    assert caught.value.code == "mixed_models" and events == []
+
+
+# Variants differ in nothing that depends on an architecture.
+@pytest.mark.parametrize("spec", [name for name in METHODS if name not in NEED_ONE])
+def test_clients_of_different_architectures_take_part(spec: str, shared: Context) -> None:
+    clients, method = tiny_clients(3), create(spec, TINY_METHODS)
+    ctx = replace(shared, scope=f"seed-0/mixed-{spec}", client_models=ARCHITECTURES)
     for predictor in simulate(method, clients, ctx).values():
         answers = predictor.probabilities(clients[0].images)
         assert np.isfinite(answers).all() and np.allclose(answers.sum(1), 1, atol=1e-4)
@@ -128,6 +134,7 @@ def test_clients_of_different_architectures_take_part_or_are_refused_before_any_
 
 HUNDRED = {  # the other methods' hundred clients are in tests/runs/test_runner.py
     "fedisca": {"steps": 1, "batch": 6, "epochs": 2, "teachers_at_once": 7},
+    "primum": {"steps": 1, "batch": 6, "steps_distil": 2},
     "fedbicross": {"steps": 1, "batch": 6, "trajectories": 1, "probes": 4, "epochs_personal": 1, "clusters": 3},
 }
 

@@ -399,6 +399,7 @@ def test_it_learns_something_that_no_client_knows_alone(scheme: str) -> None:
     assert len({predictor.pack() for predictor in made.values()}) == 1
 
 
+@pytest.mark.slow
 def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
     """A generator trained for long knows its few images; the epoch kept is the likeliest on images it never saw."""
     client, ctx = tiny_clients(1, per_client=60)[0], tiny_context(validation=0.3)
@@ -416,6 +417,7 @@ def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
     assert method("falcon:held_out").upload(alone, ctx).tensors, "without validation images: the last epoch"
 
 
+@pytest.mark.slow
 def test_calibrated_sequences_are_nearer_to_the_real_ones_and_leave_either_way() -> None:
     client, ctx = tiny_clients(1, per_client=90)[0], tiny_context()
     found, flops = {}, {}
@@ -440,6 +442,7 @@ def test_calibrated_sequences_are_nearer_to_the_real_ones_and_leave_either_way()
         method("falcon:held_out").check_upload(sent)
 
 
+@pytest.mark.slow
 def test_personal_heads_are_mixed_by_validation_only() -> None:
     clients = tiny_clients(2, per_client=60)
     clients = [replace(c, labels=np.where(c.labels == 2, i, c.labels)) for i, c in enumerate(clients)]

@@ -148,7 +148,8 @@ def plain(
 def test_cluster_models_and_weights_equal_double_backward(
     spec: str, settings: dict[str, Any], uploads: list[Upload]
 ) -> None:
-    method, ctx = bench(spec, lr=0.02, **settings), tiny_context()
+    settings = {"lr": 0.02, "steps": 2, **settings}  # four steps in all: every rate of the schedule
+    method, ctx = bench(spec, **settings), tiny_context()
     replies = method.fuse(uploads, ctx)
     labels = [reply.info["cluster"] for reply in replies]
     assert max(labels) + 1 == replies[0].info["clusters"] == method.config.clusters
@@ -162,7 +163,7 @@ def test_cluster_models_and_weights_equal_double_backward(
     assert (weights != 1 / len(weights)).any() == (spec != "fedbicross:uniform"), "learned weights move"
     assert torch.allclose(shown.sum(1), torch.ones(len(shown)), atol=1e-3) and (shown >= 0).all()
     if spec == "fedbicross:uniform":  # the quickest
-        other, _ = plain(bench(spec, lr=0.02, **settings, momentum=0.8).config, uploads, labels, tiny_context())
+        other, _ = plain(bench(spec, **settings, momentum=0.8).config, uploads, labels, tiny_context())
         with pytest.raises(AssertionError):  # the comparison is fine enough to notice a slightly different optimiser
             slow.assert_same_state(replies[0].tensors, other[0])
 
@@ -174,6 +175,7 @@ def test_the_two_camps_are_found_and_share_their_reply(uploads: list[Upload]) ->
     assert not torch.equal(replies[0].tensors["head.weight"], replies[1].tensors["head.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_intra_ignores_the_other_clusters(uploads: list[Upload]) -> None:
     """A cluster alone, with the number that it has among others, ends with the same model."""
@@ -185,7 +187,9 @@ def test_intra_ignores_the_other_clusters(uploads: list[Upload]) -> None:
 # --- the bridge to FedISCA -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adaptation", ["batch", "ema", "none"])
+@pytest.mark.parametrize(
+    "adaptation", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ema", "none"))]
+)
 def test_one_cluster_without_validation_is_fedisca_to_the_byte(adaptation: str, uploads: list[Upload]) -> None:
     common = {"steps": 3, "batch": 12, "adaptation": adaptation, "lr": 0.07, "schedule": "step"}
     fedisca = create("fedisca", {"fedisca": {**common, "epochs": 3}})
@@ -230,6 +234,7 @@ def test_tiny_batches_train(batch: int, classes: int) -> None:
 # --- stage 1 ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clustering", ["predictions", "parameters", "hierarchical", "pacfl"])
 def test_every_clustering_runs(clustering: str, trained: Context) -> None:
     method, ctx = bench(clustering=clustering, trajectories=1), replace(trained)
@@ -324,6 +329,7 @@ def test_personal_models_differ_between_clients_of_a_cluster(uploads: list[Uploa
     assert not torch.equal(first, replies[0].tensors["head.weight"])
 
 
+@pytest.mark.slow
 def test_a_client_with_one_image_gets_a_personal_model() -> None:
     clients = tiny_clients(3)
     clients[1] = Client("client-1", clients[1].images[:1], clients[1].labels[:1])

@@ -14,6 +14,7 @@ from fedbicross.methods import create
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 
+@pytest.mark.slow
 def test_the_student_learns_something_from_steered_noise() -> None:
     clients = tiny_clients(2, per_client=60)
     ctx = tiny_context(epochs=8)

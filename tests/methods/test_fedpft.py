@@ -55,6 +55,7 @@ def test_known_mixtures_are_recovered(known: None) -> None:
         assert torch.allclose(upload.tensors["scales"][mine], torch.tensor(0.5), atol=0.12)
 
 
+@pytest.mark.slow
 def test_the_head_is_about_as_good_as_one_trained_on_the_real_features(known: None) -> None:
     ctx, clients = tiny_context(size=8), many()
     method = create("fedpft", {"fedpft": {"encoder": "tiny", "components": 2, "epochs": 20, "lr": 1e-2}})

@@ -99,6 +99,7 @@ def test_bad_settings_are_refused_by_name(name: str) -> None:
                 create(name, {name: {key: value}})
 
 
+@pytest.mark.slow
 @each
 def test_clients_of_different_architectures_teach_together(name: str, trained: Context) -> None:
     clients = tiny_clients(3)
@@ -108,6 +109,7 @@ def test_clients_of_different_architectures_teach_together(name: str, trained: C
     assert np.isfinite(predictors["client-1"].probabilities(clients[1].images)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("spec", ["dafl", "dense", "co_boosting"])
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -127,6 +129,7 @@ def test_more_classes_than_images_in_a_batch(name: str) -> None:
 # --- costs and diagnosis ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_costs_count_forward_passes(uploads: list[Upload]) -> None:
     one = models.forward_flops("resnet8", 3, 3, 12)
 

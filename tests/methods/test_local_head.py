@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fedbicross.federation import simulate
@@ -17,6 +18,7 @@ def test_the_classifier_that_falcon_sends_is_what_stays_here() -> None:
     assert ctx.store.size("uploads/seed-0/method/client-0.safetensors") < 2000, "a manifest and nothing else"
 
 
+@pytest.mark.slow
 def test_it_learns_its_own_images() -> None:
     client = tiny_clients(1, per_client=60)[0]
     settings = {**TINY_METHODS["local_head"], "epochs_classifier": 20}

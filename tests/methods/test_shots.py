@@ -28,6 +28,7 @@ def shots(name: str, count: int = 2, **settings: Any) -> Any:
     return create(name, {name: {**TINY_METHODS[name], "lr": 0.2, "shots": count, **settings}})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @each
 @pytest.mark.parametrize("start", ["fresh", "last"])
@@ -66,7 +67,7 @@ def test_one_shot_says_nothing_of_shots(name: str) -> None:
     assert "times" not in method.leaves and "3 times; the server" in shots(name, 3).leaves
 
 
-@each
+@pytest.mark.parametrize("name", ["fedisca", pytest.param("e_fedisca", marks=pytest.mark.slow)])
 def test_the_first_of_several_shots_is_the_only_one_of_one(name: str) -> None:
     seen: list[Predictor] = []
     clients = tiny_clients(2)
@@ -114,6 +115,7 @@ def test_killed_anywhere_three_shots_end_with_the_same_bytes(
     assert round_records(resumed, 3) == round_records(ctx, 3)
 
 
+@pytest.mark.slow
 @each
 def test_costs_add_up_over_the_shots(name: str) -> None:
     clients, method = tiny_clients(2), shots(name, 3, epochs_shot=1)
@@ -129,6 +131,7 @@ def test_costs_add_up_over_the_shots(name: str) -> None:
     assert total == sum(r["client_flops"] + r["server_flops"] for r in (first, second, third))
 
 
+@pytest.mark.slow
 @each
 def test_only_what_a_later_shot_needs_is_kept(name: str) -> None:
     """The checkpoint of a synthesis may hold a gigabyte of images: thirty shots must not keep thirty."""

@@ -93,6 +93,7 @@ def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, settings: d
     assert len(store.names) <= count + len(kills), "the work before a kill is not repeated"
 
 
+@pytest.mark.slow
 def test_whole_runs_resume_and_forget_their_checkpoints(trained: Context) -> None:
     clients, method = tiny_clients(3), tiny("fedbicross")
     ctx = replace(trained, scope="seed-0/whole", store=MemoryStore())
@@ -187,6 +188,7 @@ def test_a_class_that_nobody_has_is_survived_and_said(name: str) -> None:
         assert any("does not recognise its own images" in text and "class-3" in text for text in warnings)
 
 
+@pytest.mark.slow
 @each
 def test_clients_of_different_architectures_teach_together(name: str, uploads: list[Upload]) -> None:
     other = tiny_context(model="wrn16_2")
@@ -256,6 +258,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, 
     assert made[0] == made[1] != made[2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @each
 def test_clients_in_groups_give_the_same_students_up_to_rounding(

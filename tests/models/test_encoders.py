@@ -125,6 +125,7 @@ def test_nothing_is_trainable_and_everything_in_evaluation_mode() -> None:
     assert load_encoder("tiny").flops > 1e6
 
 
+@pytest.mark.slow
 def test_tiny_tells_the_classes_of_cells_apart() -> None:
     from sklearn.linear_model import LogisticRegression
 

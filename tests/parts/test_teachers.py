@@ -5,9 +5,78 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedbicross.errors import MethodError
+from fedbicross.exchange import Upload
 from fedbicross.methods import create
+from fedbicross.parts import teachers
 from fedbicross.parts.teachers import inversion_settings, load_teacher, send_network
 from small import TINY_METHODS, tiny_clients, tiny_context
+
+
+@pytest.fixture(scope="module")
+def uploads() -> list[Upload]:
+    ctx = tiny_context()
+    return [create("primum").upload(client, ctx) for client in tiny_clients(3)]
+
+
+def test_networks_are_loaded_frozen_and_in_order(uploads: list[Upload]) -> None:
+    ensemble = teachers.load("primum", uploads, tiny_context())
+    assert len(ensemble) == 3 and ensemble.has_batchnorm == [True] * 3
+    x = torch.zeros(2, 3, 12, 12)
+    alone = [teachers.load("primum", [upload], tiny_context()).logits(x)[0] for upload in uploads]
+    assert torch.equal(ensemble.logits(x), torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("weight", float("nan"), "non_finite"),
+        ("running_mean", float("inf"), "non_finite"),
+        ("running_var", -1.0, "bad_statistics"),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(key: str, value: float, code: str, uploads: list[Upload]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in uploads[1].tensors.items()}
+    tensors[next(name for name in tensors if name.endswith(key))].view(-1)[0] = value
+    with pytest.raises(MethodError, match="client-1") as caught:
+        teachers.load("primum", [uploads[0], replace(uploads[1], tensors=tensors)], tiny_context())
+    assert caught.value.code == code
+
+
+def test_a_network_without_batch_normalisation_is_refused_by_name() -> None:
+    ctx = tiny_context(model="cnn")
+    uploads = [create("primum").upload(client, ctx) for client in tiny_clients(2)]
+    with pytest.raises(MethodError, match="client-0") as caught:
+        teachers.load("primum", uploads, ctx)
+    assert caught.value.code == "needs_bn_stats"
+
+
+def test_a_network_of_another_architecture_than_it_says(uploads: list[Upload]) -> None:
+    wrong = replace(uploads[0], task=replace(uploads[0].task, model="wrn16_2"))
+    with pytest.raises(MethodError, match="client-0") as caught:
+        teachers.load("primum", [wrong], tiny_context())
+    assert caught.value.code == "wrong_weights"
+
+
+def test_counts_as_sent_and_ones_where_none_were(uploads: list[Upload]) -> None:
+    sent = teachers.class_counts(uploads, 3)
+    assert sent.tolist() == [client.class_counts(3) for client in tiny_clients(3)] and sent.dtype == torch.float64
+    secret = [uploads[0], replace(uploads[1], class_counts=None)]
+    assert teachers.class_counts(secret, 3)[1].tolist() == [1, 1, 1]
+
+
+def test_class_weights_by_counts_and_by_contrast() -> None:
+    counts = torch.tensor([[90, 10, 0], [10, 10, 0]], dtype=torch.float64)
+    plain, contrast = teachers.class_weights(counts, "counts"), teachers.class_weights(counts, "contrast")
+    assert plain.dtype == contrast.dtype == torch.float32
+    assert plain.tolist() == [[pytest.approx(0.9), 0.5, 0], [pytest.approx(0.1), 0.5, 0]]
+    assert contrast.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0]]
+
+
+def test_counts_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(MethodError) as caught:
+        teachers.class_weights(torch.zeros(2, 3), "contrast")
+    assert caught.value.code == "no_class_counts"
 
 
 def test_class_weighted_teachers_trust_those_who_saw_the_class() -> None:

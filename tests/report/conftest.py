@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedbicross.evaluate.metrics import paired_interval
+
 CLASSES = ["basophil", "eosinophil", "erythroblast", "granulocyte", "lymphocyte", "monocyte", "neutrophil", "platelet"]
 PROTOCOLS = ("global", "matched", "label_set")
 # name, role, (global, matched, label-set) accuracy around which the clients scatter
@@ -57,7 +59,7 @@ def build(seeds=1, clients=5, methods=METHODS, classes=CLASSES, epochs=20, diagn
         offsets = rng.normal(0, 0.02, clients)
         local = {}
         for method, role, levels in methods:
-            row = _row(rng, method, role, seed, names, levels, offsets, len(classes), local, counts)
+            row = _row(rng, method, role, seed, names, levels, offsets, len(classes), local, counts, methods)
             if diagnosis and method == "fedbicross":
                 row["diagnosis"] = _diagnosis(rng)
             results["rows"].append(row)
@@ -80,7 +82,7 @@ def _training(rng, epochs):
     return {"history": history, "best_epoch": best, "train_images": 1080, "val_images": 120}
 
 
-def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts):
+def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts, methods):
     entries = []
     for index, name in enumerate(names):
         accuracy = {
@@ -102,6 +104,7 @@ def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts
             "test_images": dict.fromkeys(PROTOCOLS, 400),
             "confusion": {p: _confusion(rng, classes, accuracy[p], counts[index], p) for p in PROTOCOLS},
             "gain_over_local": gain,
+            **_pairs(gain["matched"]),
             "harmed": None if gain["matched"] is None else gain["matched"] < 0,
             "upload_bytes": 0 if role == "baseline" and method != "ensemble:mean" else 44_700_000,
             "reply_bytes": 0 if role == "baseline" and method != "ensemble:mean" else 44_700_000 * 2,
@@ -114,10 +117,14 @@ def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts
         "method": method,
         "seed": seed,
         "role": role,
+        "alone": "local_only" if any(name == "local_only" for name, _, _ in methods) else None,
         **{metric: {p: _mean([e[metric][p] for e in entries]) for p in PROTOCOLS} for metric in METRICS},
         "accuracy_weighted": {p: _mean([e["accuracy"][p] for e in entries]) for p in PROTOCOLS},
         "worst_client": {p: {"accuracy": worst["accuracy"][p], "client": worst["client"]} for p in PROTOCOLS},
         "harmed_clients": sum(judged) if judged else None,
+        "clearly_harmed_clients": sum(e["clearly_harmed"] for e in entries if e["harmed"] is not None)
+        if judged
+        else None,
         "helped_clients": sum(not harmed for harmed in judged) if judged else None,
         "num_clients": len(names),
         "clients": entries,
@@ -138,6 +145,29 @@ def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts
         else "model weights, batch-norm statistics, class counts",
         "warnings": ["two clusters have one member each"] if method == "fedbicross:uniform" else [],
     }
+
+
+def _pairs(gain, images=400):
+    """What a comparison image by image might have said of this gain."""
+    if gain is None:
+        return {"against_alone": None, "clearly_harmed": None, "clearly_helped": None}
+    lost, won = 5 + max(round(-gain * images), 0), 5 + max(round(gain * images), 0)
+    low, high = paired_interval(lost, won, images)
+    pairs = {"images": images, "lost": lost, "won": won, "interval": [low, high]}
+    return {"against_alone": pairs, "clearly_harmed": high < 0, "clearly_helped": low > 0}
+
+
+def without_pairs(results):
+    """The same as an older version would have stored it."""
+    new = ("alone", "clearly_harmed_clients", "clearly_helped_clients")
+    per_client = ("against_alone", "clearly_harmed", "clearly_helped")
+    for row in results["rows"]:
+        for key in new:
+            row.pop(key, None)
+        for client in row["clients"]:
+            for key in per_client:
+                client.pop(key, None)
+    return results
 
 
 def _mean(values):
@@ -204,3 +234,8 @@ def _diagnosis(rng):
 @pytest.fixture
 def make_results():
     return build
+
+
+@pytest.fixture
+def make_old_results():
+    return lambda *values, **named: without_pairs(build(*values, **named))

@@ -186,13 +186,14 @@ def test_odd_numbers_are_shown_as_not_available(make_results):
 @pytest.mark.parametrize("part", ["dataset", "clients", "rows", "training", "warnings", "config", "versions"])
 @pytest.mark.parametrize("value", ["missing", None, [], {}, "text", 3, [None, 1]])
 def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
-    results = make_results(clients=2, epochs=2)
+    results = make_results(clients=2, epochs=2, methods=METHODS)
     del results[part]
     if value != "missing":
         results[part] = value
     check(render(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, [], {}, "text", [{"client": {}}], {"a": [1]}])
 def test_misshapen_rows_leave_a_page(make_results, value):
     # A local row stays whole; every other row has one broken field, so that one page tries many of them.
@@ -220,3 +221,33 @@ def test_excluded_clients_are_named(make_results):
     results = make_results()
     results["clients"]["0"][2]["excluded"] = True
     assert "Excluded from this run (1 client): client-2." in check(render(results))
+
+
+def test_both_kinds_of_patients_are_drawn_for_every_client(make_results, make_old_results):
+    page = render(make_results())
+    chart = page[page.index("What fedbicross gains over training alone") :].split("</svg>")[0]
+    assert chart.count('class="dot everywhere"') == 5 + 1 and chart.count('class="whisker"') == 5  # and the legend
+    assert "own patients: " in chart and "95 % interval" in chart and "client-4" in chart
+    assert "Patients from everywhere (global)" in page and "lower by chance</th>" in page
+    old = render(make_old_results())
+    assert "do not tell harm from chance" in old and "lower by chance</th>" not in old
+    many = render(make_results(clients=60, diagnosis=False))
+    assert "The 40 clients with the lowest gain at home" in many
+
+
+def test_misshapen_pairs_leave_a_page(make_results):
+    results = make_results()
+    for value in (None, 3, "x", [], [1], ["a", "b"], [float("nan"), 1], {"low": 1}):
+        for row in results["rows"]:
+            row["alone"] = value
+            for client in row["clients"]:
+                client["against_alone"] = {"interval": value, "lost": value, "won": value}
+        assert "</html>" in render(results)
+
+
+def test_another_way_of_training_alone_is_no_method(make_results):
+    methods = [*METHODS, ("local_only:balanced", "baseline", (0.5, 0.85, 0.6))]
+    page = render(make_results(methods=methods))
+    assert "training alone, another way" in page and "Of 1 method" in page
+    strips = page[page.index("Gain over training alone per client, matched") :].split("</svg>")[0]
+    assert "fedbicross" in strips and "local_only" not in strips

@@ -74,7 +74,7 @@ def test_client_csv_is_complete_and_exact(make_results):
     results = make_results(seeds=2)
     rows = list(csv.DictReader(io.StringIO(tables.client_csv(results))))
     assert tuple(rows[0]) == tables.CLIENT_HEADER
-    per_client = 3 * len(tables.CLIENT_METRICS) + len(tables.CLIENT_COSTS)
+    per_client = 3 * len(tables.CLIENT_METRICS) + len(tables.against_alone({})) + len(tables.CLIENT_COSTS)
     assert len(rows) == 2 * 8 * 5 * per_client
     wanted = {"method": "fedisca", "seed": "1", "client": "client-3", "protocol": "matched", "metric": "accuracy"}
     (found,) = [row for row in rows if wanted.items() <= row.items()]
@@ -82,6 +82,24 @@ def test_client_csv_is_complete_and_exact(make_results):
     assert float(found["value"]) == source["clients"][3]["accuracy"]["matched"]
     assert {row["value"] for row in rows if row["metric"] == "macro_auc" and row["protocol"] == "matched"} == {"n/a"}
     assert {row["value"] for row in rows if row["metric"] == "harmed"} == {"0", "1", "n/a"}
+    assert {row["value"] for row in rows if row["metric"] == "clearly_harmed"} == {"0", "1", "n/a"}
+    pairs = source["clients"][3]["against_alone"]
+    for metric, value in (("lost", pairs["lost"]), ("won", pairs["won"]), ("gain_high", pairs["interval"][1])):
+        (found,) = [row for row in rows if (wanted | {"metric": metric}).items() <= row.items()]
+        assert float(found["value"]) == value
+
+
+def test_harm_is_told_from_chance_where_the_results_can(make_results, make_old_results):
+    def columns(results):
+        rows = csv.DictReader(io.StringIO(tables.result_csv(results)))
+        return {row["method"]: (row["harmed_clients"], row["clearly_harmed_clients"]) for row in rows}
+
+    new, old = columns(make_results()), columns(make_old_results())
+    assert new["local_only"] == old["local_only"] == ("n/a", "n/a")
+    assert int(new["fedisca"][1]) <= int(new["fedisca"][0]) == int(old["fedisca"][0]) and old["fedisca"][1] == "n/a"
+    assert any(int(lower) > int(harmed) for lower, harmed in new.values() if lower != "n/a")
+    assert "lower)" in tables.markdown(make_results()) and "lower by chance" in tables.markdown(make_results())
+    assert "(lower at all)" in tables.markdown(make_old_results())
 
 
 @pytest.mark.parametrize("name", NASTY)

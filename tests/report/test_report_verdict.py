@@ -8,16 +8,13 @@ from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge, row_verdict
 
 
-def row(method, matched, seed=0, role="method", harmed=None, clients=5, overall=0.5):
-    accuracy = {"global": overall, "matched": matched, "label_set": 0.6}
-    return {
-        "method": method,
-        "seed": seed,
-        "role": role,
-        "accuracy": accuracy,
-        "harmed_clients": harmed,
-        "num_clients": clients,
-    }
+def row(method, matched, seed=0, role="method", harmed=None, clients=5, overall=0.5, known=0.6, **new):
+    """As an older version stored it; ``alone`` and ``clear`` are what rows say now."""
+    accuracy = {"global": overall, "matched": matched, "label_set": known}
+    fields = {"method": method, "seed": seed, "role": role, "accuracy": accuracy, "num_clients": clients}
+    if "clear" in new:
+        fields["clearly_harmed_clients"] = new.pop("clear")
+    return {**fields, "harmed_clients": harmed, **new}
 
 
 def local(matched=0.9, seed=0):
@@ -34,7 +31,7 @@ def test_worth_it():
     assert (found.kind, found.best.method) == ("good", "a")
     assert "a gains 5.0 points" in found.headline and "harms no hospital" in found.headline
     assert "training alone reaches 90.0\u00a0%. Of 2 methods, 1 beats it on average." in found.sentences[0]
-    assert "b harms 4 of 5 hospitals." in found.sentences
+    assert "b harms 4 of 5 hospitals (lower at all)." in found.sentences
 
 
 def test_a_gain_that_harms_nobody_comes_before_a_larger_one():
@@ -83,12 +80,13 @@ def test_a_head_trained_alone_is_the_bar_where_no_network_is():
     assert found.kind == "bad", "a head that nobody shares is no method"
 
 
-def test_only_baselines():
-    assert "no method beside the baselines" in verdict(local()).headline
-    found = verdict(
-        local(), row("majority", 0.99, role="baseline", harmed=0), row("mean", 0.7, role="baseline", harmed=5)
-    )
-    assert "no baseline beats" in found.headline
+def test_baselines_that_share_are_judged_too():
+    """A run once said "brought nothing" above a row of an ensemble that beat training alone by 11 points."""
+    assert "nobody shares anything" in verdict(local(), row("majority", 0.4, role="baseline", harmed=5)).headline
+    found = verdict(local(), row("ensemble", 0.7, role="baseline", harmed=5))
+    assert found.kind == "bad" and "no method beats" in found.headline
+    found = verdict(local(), row("ensemble", 0.95, role="baseline", harmed=0), row("fedavg", 0.8, harmed=5))
+    assert found.kind == "good" and found.best.method == "ensemble"
 
 
 def test_no_matched_result():
@@ -128,6 +126,151 @@ def test_words_of_the_table():
     results = {"rows": [local(), row("a", 0.8, harmed=3), row("b", 0.95, harmed=0), row("p", 0.8, role="upper_bound")]}
     words = {item.method: row_verdict(item) for item in summarise(results)}
     assert words["local_only"] == ["the reference: training alone"]
-    assert words["a"] == ["loses to training alone by 10.0 points", "harms 3 of 5 clients"]
+    assert words["a"] == ["loses to training alone by 10.0 points", "harms 3 of 5 clients (lower at all)"]
     assert words["b"] == ["beats training alone by 5.0 points", "no client harmed"]
     assert words["p"] == ["upper bound: pools the data, not federated", "loses to training alone by 10.0 points"]
+
+
+# --- own patients and patients from elsewhere ------------------------------------------------------------
+
+
+def now(method, matched, harmed=0, clear=0, **more):
+    return row(method, matched, harmed=harmed, clear=clear, alone="local_only", **more)
+
+
+def test_what_was_gained_is_said_for_both_kinds_of_patients():
+    found = verdict(local(), now("primum", 0.92, overall=0.9))
+    assert found.kind == "good" and found.badge == "Worth it"
+    assert found.headline == (
+        "Taking part was worth it: primum gains 2.0 points for a hospital’s own patients and 40.0 for patients "
+        "from elsewhere, and harms no hospital."
+    )
+    found = verdict(local(), now("a", 0.92, overall=0.505))
+    assert "elsewhere" not in found.headline, "less than a point is not told apart from nothing"
+    found = verdict(local(), now("a", 0.92, overall=0.3))
+    assert found.kind == "good" and "but loses 20.0 for patients from elsewhere" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("matched", "overall", "known", "kind"),
+    [
+        (0.9, 0.51, 0.6, "good"),
+        (0.9, 0.509, 0.6, "mixed"),
+        (0.9, 0.505, 0.65, "good"),  # by the label-set protocol
+        (0.9, 0.45, 0.65, "mixed"),  # but not where it loses under the global one
+        (0.8996, 0.9, 0.9, "good"),  # too little to be seen on the page
+        (0.899, 0.9, 0.9, "bad"),
+    ],
+)
+def test_level_at_home_is_worth_it_for_patients_from_elsewhere(matched, overall, known, kind):
+    assert verdict(local(), now("a", matched, overall=overall, known=known)).kind == kind
+
+
+def test_words_where_only_patients_from_elsewhere_gain():
+    found = verdict(local(), now("a", 0.9, overall=0.9))
+    words = "a costs nobody anything at home, and gains 40.0 points for patients from elsewhere."
+    assert found.headline == f"Taking part was worth it: {words}"
+    found = verdict(local(), now("a", 0.9, known=0.9))
+    assert "gains 30.0 points for patients from elsewhere of the classes it knows." in found.headline
+
+
+def test_a_gain_at_home_comes_before_one_elsewhere_and_a_harmless_one_before_all():
+    rows = [now("a", 0.9, overall=0.9), now("b", 0.91), now("c", 0.99, harmed=3, clear=1, overall=0.9)]
+    assert verdict(local(), *rows).best.method == "b"
+    assert verdict(local(), rows[0], rows[2]).best.method == "a"
+
+
+def test_gaining_elsewhere_does_not_excuse_a_loss_at_home():
+    found = verdict(local(), now("a", 0.8, harmed=5, clear=4, overall=0.9), now("b", 0.85, harmed=5, clear=5))
+    assert found.kind == "bad" and found.badge == "Not worth it"
+    assert "; a gains 40.0 points for patients from elsewhere and loses 10.0 at home." in found.headline
+    found = verdict(local(), now("a", 0.9, harmed=2, clear=1, overall=0.9))
+    assert found.kind == "bad" and "harms 1 of 5 hospitals, 1 more lower by chance" in found.headline
+
+
+# --- harm and chance -------------------------------------------------------------------------------------
+
+
+def test_lower_by_chance_is_no_harm():
+    found = verdict(local(), now("a", 0.92, harmed=2))
+    assert found.kind == "good" and "harms no hospital (2 of 5 lower by chance)" in found.headline
+    assert "No method harmed any hospital beyond chance." in found.sentences
+    assert not any("tell harm from chance" in note for note in found.cautions)
+    old = verdict(local(), row("a", 0.92, harmed=2))
+    assert old.kind == "mixed" and "but harms 2 of 5 hospitals (lower at all)" in old.headline
+    assert any("do not tell harm from chance" in note for note in old.cautions)
+
+
+def test_words_about_harm():
+    rows = [now("a", 0.9), now("b", 0.9, harmed=1), now("c", 0.9, harmed=3, clear=2), now("d", 0.9, harmed=2, clear=2)]
+    words = {item.method: row_verdict(item)[-1] for item in summarise({"rows": [local(), *rows]})}
+    assert words["a"] == "no client harmed" and words["b"] == "0 of 5 clients harmed, 1 lower by chance"
+    assert words["c"] == "harms 2 of 5 clients, 1 more lower by chance" and words["d"] == "harms 2 of 5 clients"
+
+
+def test_one_seed_that_cannot_tell_makes_the_raw_count_hold_for_all():
+    rows = [local(), local(seed=1), now("a", 0.92, harmed=1), row("a", 0.92, seed=1, harmed=1)]
+    assert verdict(*rows).kind == "mixed"
+
+
+def test_most_seeds_must_not_lose():
+    rows = [local(seed=seed) for seed in range(3)]
+    two = [now("a", matched, seed=seed) for seed, matched in enumerate((0.93, 0.899, 0.92))]
+    assert verdict(*rows, *two).kind == "good"
+    one = [now("a", matched, seed=seed) for seed, matched in enumerate((0.98, 0.89, 0.89))]
+    found = verdict(*rows, *one)
+    assert found.kind == "mixed" and "paid in 1 of 3 seeds" in found.headline
+
+
+# --- the better way of training alone --------------------------------------------------------------------
+
+
+def two_ways(plain, balanced, method, seed=0):
+    """A seed with two ways of training alone; the better one is the bar."""
+    bar = {"alone": "local_only" if plain >= balanced else "local_only:balanced"}
+    return [
+        row("local_only", plain, seed, "baseline", 0) | bar,
+        row("local_only:balanced", balanced, seed, "baseline", 0) | bar,
+        row("primum", method, seed, harmed=0, clear=0) | bar,
+    ]
+
+
+def test_a_method_must_beat_the_better_way_of_training_alone():
+    assert verdict(*two_ways(0.9, 0.8, 0.91)).kind == "good"
+    found = verdict(*two_ways(0.8, 0.9, 0.85))
+    assert found.kind == "bad" and found.best.method == "primum"
+    assert "training alone (the best of 2 ways: local_only:balanced) reaches 90.0\u00a0%" in found.sentences[0]
+    assert "Of 1 method, none beats it" in found.sentences[0], "training alone is no method"
+
+
+def test_every_seed_has_its_own_bar():
+    rows = [*two_ways(0.9, 0.8, 0.92), *two_ways(0.7, 0.8, 0.83, seed=1)]
+    found = verdict(*rows)
+    assert found.kind == "good" and found.best.gains == (pytest.approx(0.02), pytest.approx(0.03))
+    assert "2 ways: local_only or local_only:balanced) reaches 85.0" in found.sentences[0]
+    words = {item.method: row_verdict(item) for item in summarise({"rows": rows})}
+    assert words["local_only"] == words["local_only:balanced"]
+    assert words["local_only"] == ["the reference: training alone, in 1 of 2 seeds"]
+
+
+def test_the_other_way_of_training_alone_in_words():
+    words = {item.method: row_verdict(item) for item in summarise({"rows": two_ways(0.8, 0.9, 0.85)})}
+    assert words["local_only:balanced"] == ["the reference: training alone"]
+    assert words["local_only"] == ["training alone, another way", "loses to the reference by 10.0 points"]
+
+
+def test_a_bar_that_is_not_there_compares_nothing():
+    assert verdict(row("a", 0.9, alone="local_only")).kind == "unknown"
+    assert verdict(row("a", 0.9, alone=["odd"]), row("b", 0.9, alone=None)).kind == "unknown"
+
+
+# --- nothing learned -------------------------------------------------------------------------------------
+
+
+def test_nothing_learned_is_an_outcome():
+    floor = row("majority", 0.6, role="baseline", overall=0.2, known=0.4)
+    at_floor = {"overall": 0.2, "known": 0.4}
+    found = verdict(floor, row("local_only", 0.6, role="baseline", **at_floor), now("a", 0.6, **at_floor))
+    assert (found.kind, found.badge) == ("bad", "Nothing learned") and "train longer" in found.headline
+    found = verdict(floor, row("local_only", 0.6, role="baseline", **at_floor), now("a", 0.6, overall=0.4))
+    assert found.kind == "good", "patients from elsewhere are served better than by the most frequent class"

@@ -127,3 +127,21 @@ def test_merge_goes_table_by_table() -> None:
     low = {"a": {"x": 1, "y": 2}, "b": 1}
     assert merge(low, {"a": {"y": 3}, "c": 4}) == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
     assert low == {"a": {"x": 1, "y": 2}, "b": 1}
+
+
+@pytest.mark.parametrize("method", ["primum", "ensemble:consensus"])
+def test_a_method_on_balanced_networks_has_to_beat_training_them_alone(method: str) -> None:
+    specs = load_config(flags={"methods": [method, "fedavg"]}).all_methods()
+    assert specs[:3] == ["majority", "local_only", "local_only:balanced"] and specs[-2:] == [method, "fedavg"]
+    assert load_config(flags={"methods": [method], "baselines": []}).all_methods() == [method]
+    own = {"methods": [method], "baselines": ["majority"]}
+    assert load_config(flags=own).all_methods() == ["majority", "local_only:balanced", method]
+    named = {"methods": [method, "local_only:balanced"]}
+    assert load_config(flags=named).all_methods().count("local_only:balanced") == 1
+    same = {"methods": [method], "training": {"loss": "balanced"}}
+    assert "local_only:balanced" not in load_config(flags=same).all_methods(), "local_only is trained so already"
+
+
+def test_no_other_method_brings_it_along() -> None:
+    flags = {"methods": ["fedavg", "ensemble:class_weighted", "primum:cross_entropy"]}
+    assert "local_only:balanced" not in load_config(flags=flags).all_methods()

@@ -93,6 +93,48 @@ def test_without_a_network_of_its_own_a_client_is_compared_with_its_head_on_the_
     )
 
 
+@pytest.fixture(scope="module")
+def two_ways(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("runs") / "two"
+    config = tiny(methods=["fedavg", "ensemble:consensus"], baselines=["local_only"], seeds=[0, 1], clients=2)
+    return out, runner.run(config, out)
+
+
+def test_all_rows_are_measured_against_the_better_way_of_training_alone(
+    two_ways: tuple[Path, dict[str, Any]],
+) -> None:
+    for seed in (0, 1):
+        rows = {row["method"]: row for row in two_ways[1]["rows"] if row["seed"] == seed}
+        assert list(rows) == ["local_only", "local_only:balanced", "fedavg", "ensemble:consensus"]
+        local = [rows["local_only"], rows["local_only:balanced"]]
+        best = max(local, key=lambda row: row["accuracy"]["matched"])
+        assert {row["alone"] for row in rows.values()} == {best["method"]}
+        assert [row["role"] for row in rows.values()] == ["baseline", "baseline", "method", "method"]
+        for row in rows.values():
+            for ours, own in zip(row["clients"], best["clients"], strict=True):
+                gain, pairs = ours["gain_over_local"]["matched"], ours["against_alone"]
+                assert gain == pytest.approx(ours["accuracy"]["matched"] - own["accuracy"]["matched"], abs=1e-12)
+                assert pairs["images"] == ours["test_images"]["matched"]
+                assert (pairs["won"] - pairs["lost"]) / pairs["images"] == pytest.approx(gain, abs=1e-12)
+                assert ours["clearly_harmed"] == (pairs["interval"][1] < 0)
+            assert row["clearly_harmed_clients"] <= row["harmed_clients"]
+        assert best["harmed_clients"] == best["clearly_harmed_clients"] == 0
+
+
+@pytest.mark.parametrize("lost", ["rows/seed-0/fedavg.json", "rows/seed-0/local_only.json", "predictions"])
+def test_a_resumed_run_finds_the_same_bar(two_ways: tuple[Path, dict[str, Any]], tmp_path: Path, lost: str) -> None:
+    out = shutil.copytree(two_ways[0], tmp_path / "copy")
+    shutil.rmtree(out / lost) if (out / lost).is_dir() else (out / lost).unlink()
+    (out / "rows/seed-1/ensemble+consensus.json").unlink()
+    assert timeless(runner.resume(out)) == timeless(two_ways[1])
+
+
+def test_without_training_alone_nothing_is_compared() -> None:
+    row = runner.run(tiny(methods=["fedavg"], baselines=[]))["rows"][0]
+    assert row["alone"] is None and row["harmed_clients"] is None and row["clearly_harmed_clients"] is None
+    assert all(client["against_alone"] is None for client in row["clients"])
+
+
 def test_resume_of_a_finished_run_recomputes_nothing(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = shutil.copytree(finished[0], tmp_path / "copy")
     before = len((out / "events.jsonl").read_text().splitlines())

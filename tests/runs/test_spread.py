@@ -15,7 +15,7 @@ from fedbicross.runs.config import PartitionSettings, RunConfig, load_config
 SETTINGS: dict[str, Any] = {
     "model": "resnet8",
     "clients": 2,
-    "methods": ["fedavg", "ensemble:class_weighted"],
+    "methods": ["fedavg", "ensemble:consensus"],  # the second brings local_only:balanced along
     "baselines": ["majority", "local_only"],
     "method": {"fedavg": {"weighting": "uniform"}},
     "seeds": [0, 3],
@@ -52,6 +52,7 @@ def check_same(results: dict[str, Any], out: Path, plain: tuple[RunConfig, Path,
     assert not out.with_name(f"{out.name}.parts").exists()
 
 
+@pytest.mark.slow
 def test_cell_by_cell_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path) -> None:
     results = spread.run(plain[0], tmp_path / "run", "local")
     check_same(results, tmp_path / "run", plain)
@@ -73,7 +74,7 @@ def test_ray_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]],
 
 def test_networks_are_trained_once_for_all_methods(plain: tuple[RunConfig, Path, dict[str, Any]]) -> None:
     first, then = spread.cells(plain[0], Path("parts"))
-    assert [cell.config.methods for cell in first] == [["local_only"], ["local_only"]]
+    assert [cell.config.methods for cell in first] == [["local_only", "local_only:balanced"]] * 2
     assert {cell.begins_with for cell in then} == {cell.folder for cell in first}
     assert len(then) == 2 * 3
     without = plain[0].model_copy(update={"baselines": []})

@@ -65,11 +65,11 @@ def test_a_second_runner_is_refused_and_a_dead_ones_lock_is_free(tmp_path: Path)
     with RunFolder(tmp_path):
         process = multiprocessing.Process(target=_try_lock, args=(str(tmp_path), queue))
         process.start()
-        assert queue.get(timeout=30) == "locked"
+        assert queue.get(timeout=200) == "locked"
         process.join()
     process = multiprocessing.Process(target=_try_lock, args=(str(tmp_path), queue))
     process.start()
-    assert queue.get(timeout=30) == "got it"
+    assert queue.get(timeout=200) == "got it"
     process.join()
 
 

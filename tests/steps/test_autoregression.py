@@ -213,6 +213,7 @@ def test_a_sequence_of_one_token(scheme: Scheme) -> None:
     assert model.nll(torch.zeros(2, 1, 3), torch.tensor([0, 1])).shape == (2,)
 
 
+@pytest.mark.slow
 def test_it_learns_a_dependence_on_the_global_token_that_nar_cannot() -> None:
     rng = torch.Generator().manual_seed(0)
     first = torch.randn(256, 1, 3, generator=rng)

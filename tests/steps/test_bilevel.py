@@ -108,7 +108,7 @@ def brute_force_projection(v):
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_projection_equals_brute_force(values):
     v = torch.tensor(values, dtype=torch.float64)
     projected = bilevel.project_to_simplex(v)

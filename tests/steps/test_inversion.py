@@ -40,7 +40,7 @@ def test_total_variation_equals_loops():
 
 
 @given(st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 7), st.integers(1, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_circular_shift_is_roll(dy, dx, height, width):
     x = noise(2, 1, height, width)
     assert torch.equal(inversion.circular_shift(x, torch.tensor([dy, dx])), torch.roll(x, (dy, dx), (2, 3)))

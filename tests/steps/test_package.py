@@ -8,7 +8,7 @@ import pytest
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, fedbicross.steps; assert 'torch' not in sys.modules and 'sklearn' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_submodules_load_on_first_use():

@@ -47,7 +47,7 @@ def test_sums_against_loops() -> None:
     assert torch.equal(unpack_triangle(pack_triangle(found.gram), 5), found.gram)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(owners=st.lists(st.integers(0, 6), min_size=120, max_size=120))
 def test_any_partition_gives_the_centralised_classifier(owners: list[int]) -> None:
     x, y = data()

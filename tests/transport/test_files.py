@@ -69,7 +69,9 @@ def code(expected: type[FedBiCrossError], call: Any, *args: Any, **options: Any)
 # --- the same result as a simulation -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["fedavg", "ensemble:class_weighted", "local_only", "fedisca", "fedbicross:k2"])
+@pytest.mark.parametrize(
+    "spec", ["fedavg", "ensemble:class_weighted", "local_only", "fedisca", "fedbicross:k2", "primum"]
+)
 def test_equals_a_simulation_to_the_byte(spec: str, tmp_path: Path) -> None:
     settings = TINY_METHODS.get(spec.partition(":")[0], {})
     settings = {key: value for key, value in settings.items() if key != "clusters"}
@@ -520,7 +522,7 @@ def told(self, name, state):
     self.save_stage(name, *state())
     print("stage", flush=True)
     import time
-    time.sleep(60)
+    time.sleep(600)
 context.Context.save_stage_when_due = told
 files.fuse_uploads(federation, {p.stem: p for p in sorted((folder / "uploads").iterdir())}, folder / "work", key)
 """

@@ -131,7 +131,7 @@ def test_it_leaves_with_its_parent(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "fedbicross.transport.flower.gate", "--superlink", "https://127.0.0.1:9"]
     words += [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
     words += ["--host", "127.0.0.1", "--port", str(port)]
-    script = f"import subprocess, time; p = subprocess.Popen({words!r}); print(p.pid, flush=True); time.sleep(100)"
+    script = f"import subprocess, time; p = subprocess.Popen({words!r}); print(p.pid, flush=True); time.sleep(400)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -151,7 +151,7 @@ def listening(port: int) -> bool:
 
 
 def wait(done: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not done():
         assert time.monotonic() < end, what
         time.sleep(0.05)

@@ -4,25 +4,6 @@
 ``validate`` (does it make sense), ``audit`` (what was accepted and refused).
 """
 
-from fedbicross.bundle.format import Header, Tensors, inspect, join_groups, pack, take_group, unpack
-from fedbicross.bundle.limits import OWN, REPLY, UPLOAD, Limits
-from fedbicross.bundle.read import list_bundles, read_file
-from fedbicross.bundle.sign import sign, verify_signature
+import lazy_loader as lazy
 
-__all__ = [
-    "OWN",
-    "REPLY",
-    "UPLOAD",
-    "Header",
-    "Limits",
-    "Tensors",
-    "inspect",
-    "join_groups",
-    "list_bundles",
-    "pack",
-    "read_file",
-    "sign",
-    "take_group",
-    "unpack",
-    "verify_signature",
-]
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -12,6 +12,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
 from fedbicross.atomic import open_flags
 from fedbicross.errors import ConfigError
 
@@ -39,15 +43,11 @@ _WEAK = frozenset(
 
 def generate_key() -> Ed25519PrivateKey:
     """A new private key from the operating system's randomness."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     return Ed25519PrivateKey.generate()
 
 
 def save_private_key(path: str | Path, key: Ed25519PrivateKey) -> None:
     """Write a new key file (PEM, PKCS 8)."""
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     write_private(Path(path), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
 
@@ -73,10 +73,6 @@ def write_private(path: Path, content: bytes) -> None:
 
 def load_private_key(path: str | Path) -> Ed25519PrivateKey:
     """Read a private key; a file that others can read, a link or anything but an Ed25519 key is refused."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     pem = _read_private(Path(path))
     try:
         key = load_pem_private_key(pem, password=None)
@@ -94,8 +90,6 @@ def public_text(key: Ed25519PrivateKey | Ed25519PublicKey) -> str:
 
 def parse_public(text: str) -> Ed25519PublicKey:
     """Read ``public_text`` back; one key has exactly one text, and weak points are refused."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
     raw = b""
     if isinstance(text, str) and text.startswith(PREFIX):
         with contextlib.suppress(binascii.Error, ValueError):
@@ -116,8 +110,6 @@ def fingerprint(public: Ed25519PublicKey | Ed25519PrivateKey | str) -> str:
 
 
 def _raw_public(key: Ed25519PrivateKey | Ed25519PublicKey) -> bytes:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     public = key.public_key() if isinstance(key, Ed25519PrivateKey) else key
     return public.public_bytes_raw()
 

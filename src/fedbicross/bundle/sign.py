@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from cryptography.exceptions import InvalidSignature
+
 from fedbicross.bundle import keys
 from fedbicross.bundle.format import Header, check_digests, inspect, with_metadata
 from fedbicross.bundle.limits import OWN, REPLY, Limits
@@ -40,8 +42,6 @@ def verify_signature(data: bytes, allowed: Mapping[str, str], limits: Limits = R
 
 def check_signer(header: Header, allowed: Mapping[str, str]) -> str:
     """The part of ``verify_signature`` that needs only the header."""
-    from cryptography.exceptions import InvalidSignature
-
     names = _by_key(allowed)
     if header.signer is None or header.signature is None:
         raise UploadError("unsigned", "the bundle carries no signature: sign it with the site's key")

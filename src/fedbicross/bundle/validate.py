@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from fedbicross import models
 from fedbicross.bundle.format import Tensors, canonical_json, tensor_digest
 from fedbicross.errors import ConfigError, UploadError
 from fedbicross.settings import Settings
@@ -95,8 +96,6 @@ def check_model_state(
 
 def model_tensors(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
     """Name, type and shape of every tensor of a network, without taking memory for one."""
-    from fedbicross import models
-
     check_image_size(image_size)
     try:
         models.check(architecture[:64], channels, classes, image_size)
@@ -124,11 +123,9 @@ def _built(
     """``precision`` is torch's default, with which networks are built here: one answer for each."""
     import torch
 
-    from fedbicross.models.factory import BUILDERS
-
     del precision
     with torch.device("meta"):
-        model = BUILDERS[architecture](channels, classes, image_size)
+        model = models.factory.BUILDERS[architecture](channels, classes, image_size)
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
@@ -164,6 +161,27 @@ def check_shares(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise UploadError("magnitude", f"{name!r} holds a number below zero")
 
 
+def check_log_prior(tensor: Tensor, classes: int) -> None:
+    """Logarithms of probabilities, one a class: finite, none above zero."""
+    if tuple(tensor.shape) != (classes,) or not tensor.is_floating_point():
+        raise UploadError(
+            "tensor_shape", f"'log_prior' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
+        )
+    if _bounds("log_prior", tensor)[1] > 0:
+        raise UploadError("magnitude", "'log_prior' holds a number above zero")
+
+
+def check_referral(tensor: Tensor, classes: int) -> None:
+    """A mark of 0 or 1 for each class, with both among them, and a finite number."""
+    if tuple(tensor.shape) != (classes + 1,) or not tensor.is_floating_point():
+        raise UploadError(
+            "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes + 1,)}"
+        )
+    _bounds("referral", tensor)
+    if sorted({float(mark) for mark in tensor[:-1]}) != [0.0, 1.0]:
+        raise UploadError("magnitude", "'referral' does not mark some of the classes with 1 and the others with 0")
+
+
 def check_predictor(predictor: Predictor) -> None:
     """Every network of a model is one of its architecture, and every number beside them makes sense."""
     task, count = predictor.task, len(predictor.architectures)
@@ -173,18 +191,20 @@ def check_predictor(predictor: Predictor) -> None:
         if predictor.encoder is None:
             check_model_state(state, architecture, *shape, trained=False)
         else:  # a head: its sizes follow from its tensors, so that building one checks them
-            from fedbicross.models import heads
-
-            heads.load(architecture, state, len(task.classes))
+            models.heads.load(architecture, state, len(task.classes))
             check_finite(state)
     if predictor.constant is not None:
         check_shares(predictor.constant, "constant", (len(task.classes),))
     if predictor.class_weights is not None:
         check_shares(predictor.class_weights, "class_weights", (count, len(task.classes)))
-    elif predictor.combine == "class_weighted":
+    elif predictor.combine in ("class_weighted", "consensus"):
         raise UploadError(
             "missing_tensor", "the model combines its networks by class weights; they are not in the file"
         )
+    if predictor.log_prior is not None:
+        check_log_prior(predictor.log_prior, len(task.classes))
+    if predictor.referral is not None:
+        check_referral(predictor.referral, len(task.classes))
     if not count and predictor.constant is None:
         raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
 
@@ -192,9 +212,7 @@ def check_predictor(predictor: Predictor) -> None:
 def _refuse_names(
     found: Mapping[str, Signature], expected: Mapping[str, Signature], architecture: str, *shape: int
 ) -> None:
-    from fedbicross.models import MODELS
-
-    for other in MODELS:
+    for other in models.MODELS:
         if other != architecture and _skeleton(other, *shape).keys() == found.keys():
             raise UploadError("architecture", f"these are the weights of a {other}, not of a {architecture}")
     missing = [name for name in expected if name not in found]

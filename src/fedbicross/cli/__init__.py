@@ -6,14 +6,15 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from fedbicross.errors import FedBiCrossError
+from fedbicross.waiting import wait_briefly
+
 STOPPED = 130
 
 
 def main() -> None:
     """Entry point: an expected error is one line on standard error and its exit code."""
-    from fedbicross.cli.app import UsageError, app
-    from fedbicross.errors import FedBiCrossError
-    from fedbicross.waiting import wait_briefly
+    from fedbicross.cli.app import UsageError, app  # the verbs import from this package
 
     wait_briefly()
 

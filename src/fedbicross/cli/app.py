@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedbicross import __version__
 from fedbicross.cli import (
     audit,
     client,
@@ -36,8 +37,6 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from fedbicross import __version__
-
         print(__version__)
         raise typer.Exit
 

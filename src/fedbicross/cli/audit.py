@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fedbicross import runs
+from fedbicross.cli.show import print_json, progress
+
 
 def audit(
     folder: Annotated[Path, typer.Argument(help="the run's folder")],
@@ -18,18 +21,15 @@ def audit(
     json: Annotated[bool, typer.Option("--json", help="print audit.json instead of the table")] = False,
 ) -> None:
     """Distance of synthetic features to real ones, a reconstruction attack with controls, and costs."""
-    from fedbicross.cli.show import print_json, progress
-    from fedbicross.runs import audit as work
-
     names = [[part.strip() for part in (text or "").split(",") if part.strip()] for text in (methods, clients)]
-    settings = work.AuditSettings(images=images, pixels=pixels, epochs=epochs)
+    settings = runs.audit.AuditSettings(images=images, pixels=pixels, epochs=epochs)
     with progress() as shown:
-        results = work.audit(folder, names[0], names[1], settings, shown)
+        results = runs.audit.audit(folder, names[0], names[1], settings, shown)
     if json:
         print_json(results)
         return
-    for row in work.table(results):
-        for title, cell in zip(work.HEADER, row, strict=True):
+    for row in runs.audit.table(results):
+        for title, cell in zip(runs.audit.HEADER, row, strict=True):
             print(f"{title:>30}  {cell}")
         print()
     print(f"written: {folder / 'audit.json'}, {folder / 'tables' / 'audit.md'}, {folder / 'audit'}/*.png")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbicross.cli import client_model
+from fedbicross import bundle, transport
+from fedbicross.cli import client_model, exchange
 from fedbicross.cli.exchange import (
     FEDERATION,
     WORK,
@@ -17,7 +19,15 @@ from fedbicross.cli.exchange import (
     JsonOption,
     ThreadsOption,
     WorkOption,
+    check_new,
+    print_table,
+    set_threads,
+    site_work,
+    verdict,
+    write_new,
 )
+from fedbicross.cli.show import print_json, progress
+from fedbicross.errors import ConfigError, FedBiCrossError, UploadError
 
 if TYPE_CHECKING:
     from fedbicross.bundle import Header
@@ -32,8 +42,6 @@ def keygen(
     json: JsonOption = False,
 ) -> None:
     """Make the site's key pair."""
-    from fedbicross.cli import exchange
-
     exchange.keygen(out, json)
 
 
@@ -50,31 +58,22 @@ def train(
     json: JsonOption = False,
 ) -> None:
     """Train on the site's own images and write the one file that leaves."""
-    from fedbicross.bundle.keys import load_private_key, public_text
-    from fedbicross.cli.exchange import check_new, set_threads, site_work, write_new
-    from fedbicross.cli.show import print_json, progress
-    from fedbicross.errors import ConfigError
-    from fedbicross.exchange import file_name
-    from fedbicross.transport import files
-
-    agreed = files.load_federation(federation)
-    private = load_private_key(key)
+    agreed = transport.files.load_federation(federation)
+    private = bundle.keys.load_private_key(key)
     owners = {text: owner for owner, text in agreed.clients.items()}
-    site = name or owners.get(public_text(private))
+    site = name or owners.get(bundle.keys.public_text(private))
     if site is None:
         raise ConfigError("wrong_key", f"the federation file lists no site with the key in {key}")
-    files.check_key(agreed, site, private)
+    transport.files.check_key(agreed, site, private)
     folder = site_work(work, agreed, site)
-    target = out or Path(f"{file_name(site)}.safetensors")
-    kept = folder / files.SENT
+    target = out or Path(f"{transport.files.file_name(site)}.safetensors")
+    kept = folder / transport.files.SENT
     check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
-    from fedbicross.transport.site_data import load_site
-
-    client, held_out = load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
+    client, held_out = transport.site_data.load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
     set_threads(threads)
     with progress() as shown:
         shown.say(f"{site}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
-        sent = files.make_upload(agreed, client, private, folder, shown, device=device)
+        sent = transport.files.make_upload(agreed, client, private, folder, shown, device=device)
     write_new(target, sent)
     if json:
         print_json({"path": str(target), "client": site, "run": agreed.run, **_facts(sent)})
@@ -92,15 +91,11 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Say in words what exactly a file holds; nothing in it is used."""
-    from fedbicross.bundle import REPLY, inspect, read_file
-    from fedbicross.cli.exchange import print_table
-    from fedbicross.cli.show import print_json
-    from fedbicross.transport.federation_file import load_federation
-
-    data = read_file(file)
-    header = inspect(data, REPLY)
+    data = bundle.read_file(file)
+    header = bundle.inspect(data, bundle.REPLY)
     _check_readable(header)
-    agreed = load_federation(federation) if federation.is_file() or federation != FEDERATION else None
+    there = federation.is_file() or federation != FEDERATION
+    agreed = transport.files.load_federation(federation) if there else None
     if json:
         print_json({**_facts(data), **_described(header), "checked": _verdict(data, header, agreed)})
         return
@@ -119,20 +114,14 @@ app.command()(client_model.evaluate)
 
 
 def _facts(data: bytes) -> dict[str, Any]:
-    import hashlib
-
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _check_readable(header: Header) -> None:
     """Only an upload or a reply can be put into words, and only one whose manifest has the fields of its kind."""
-    from fedbicross.bundle import validate
-    from fedbicross.errors import UploadError
-    from fedbicross.exchange import MANIFESTS
-
-    if header.kind not in MANIFESTS:
+    if header.kind not in transport.files.MANIFESTS:
         raise UploadError("wrong_kind", f"a bundle of kind {header.kind[:32]!r} is neither an upload nor a reply")
-    validate.read_manifest(MANIFESTS[header.kind], header.manifest)
+    bundle.validate.read_manifest(transport.files.MANIFESTS[header.kind], header.manifest)
 
 
 def _described(header: Header) -> dict[str, Any]:
@@ -142,17 +131,13 @@ def _described(header: Header) -> dict[str, Any]:
 
 def _verdict(data: bytes, header: Header, agreed: FederationFile | None) -> str:
     """What the receiver of this file would say of it."""
-    from fedbicross.cli.exchange import verdict
-    from fedbicross.errors import FedBiCrossError
-    from fedbicross.transport import files
-
     if agreed is None:
         return "not checked: no federation file given"
     try:
         if header.kind == "upload":
-            files.verify_upload(agreed, data)
+            transport.files.verify_upload(agreed, data)
         else:
-            files.open_reply(agreed, data, str(header.manifest.get("client")))
+            transport.files.open_reply(agreed, data, str(header.manifest.get("client")))
     except FedBiCrossError as error:
         return verdict(error)
     return "ok"
@@ -160,12 +145,9 @@ def _verdict(data: bytes, header: Header, agreed: FederationFile | None) -> str:
 
 def _words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tuple[str, str]]:
     """The file line by line, for somebody who has to sign that it may leave."""
-    from fedbicross.bundle.keys import fingerprint
-    from fedbicross.errors import ConfigError
-
     manifest = header.manifest
     try:
-        signer = "nobody" if header.signer is None else fingerprint(header.signer)
+        signer = "nobody" if header.signer is None else bundle.keys.fingerprint(header.signer)
     except ConfigError:
         signer = "no readable key"
     rows = [("kind", header.kind), ("bytes", f"{len(data):,}"), ("SHA-256", str(_facts(data)["sha256"]))]
@@ -184,8 +166,6 @@ def _words(data: bytes, header: Header, agreed: FederationFile | None) -> list[t
 
 def _networks(header: Header) -> list[tuple[str, str]]:
     """Which tensors are the weights of a network, which its statistics, and which are something else."""
-    from fedbicross.bundle.validate import model_tensors
-    from fedbicross.errors import UploadError
 
     def weigh(names: list[str]) -> str:
         count, total = len(names), sum(header.tensors[n].end - header.tensors[n].start for n in names)
@@ -195,7 +175,9 @@ def _networks(header: Header) -> list[tuple[str, str]]:
         return [("tensors", weigh(list(header.tensors)))]
     task = header.manifest["task"]
     try:
-        network = model_tensors(task["model"], task["channels"], len(task["classes"]), task["image_size"])
+        network = bundle.validate.model_tensors(
+            task["model"], task["channels"], len(task["classes"]), task["image_size"]
+        )
     except UploadError:
         network = {}
     # Not by its name alone: a tensor of another shape could hold anything.

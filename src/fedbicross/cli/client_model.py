@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbicross import bundle, engine, report, transport
 from fedbicross.cli.exchange import (
     FEDERATION,
     WORK,
@@ -17,7 +20,15 @@ from fedbicross.cli.exchange import (
     JsonOption,
     ThreadsOption,
     WorkOption,
+    check_new,
+    print_table,
+    set_threads,
+    site_name,
+    site_work,
+    write_new,
 )
+from fedbicross.cli.show import print_json, progress
+from fedbicross.errors import DataError
 
 if TYPE_CHECKING:
     from fedbicross.exchange import Predictor
@@ -46,28 +57,24 @@ def personalize(
     json: JsonOption = False,
 ) -> None:
     """Make the site's final model from the server's reply, and test it on the images that were held out."""
-    from fedbicross.bundle import read_file
-    from fedbicross.cli.exchange import set_threads, site_name, site_work
-    from fedbicross.cli.show import print_json, progress
-    from fedbicross.transport import files, model_folder
-    from fedbicross.transport.site_data import load_site
-
-    agreed = files.load_federation(federation)
+    agreed = transport.files.load_federation(federation)
     site = site_name(agreed, work, name)
-    model_folder.check_absent(out)
+    transport.model_folder.check_absent(out)
     if onnx:
-        model_folder.require_onnx()
-    received = read_file(reply)
-    files.open_reply(agreed, received, site)  # before images are read, which may take minutes
-    client, held_out = load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
+        transport.model_folder.require_onnx()
+    received = bundle.read_file(reply)
+    transport.files.open_reply(agreed, received, site)  # before images are read, which may take minutes
+    client, held_out = transport.site_data.load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
     folder = site_work(work, agreed, site)
     set_threads(threads)
     with progress() as shown:
-        predictor = files.personalize(agreed, client, received, folder, shown, device=device)
-    test = model_folder.score(predictor.probabilities(held_out.images), held_out.labels) if len(held_out) else None
+        predictor = transport.files.personalize(agreed, client, received, folder, shown, device=device)
+    test = None
+    if len(held_out):
+        test = transport.model_folder.score(predictor.probabilities(held_out.images), held_out.labels)
     method = agreed.build()
-    sent = folder / files.SENT
-    origin = model_folder.Origin(
+    sent = folder / transport.files.SENT
+    origin = transport.model_folder.Origin(
         client=site,
         run=agreed.run,
         method=agreed.method,
@@ -79,13 +86,13 @@ def personalize(
         settings=method.config.model_dump(),
         training=agreed.training.model_dump(),
     )
-    model_folder.write_model(out, predictor, origin, test, onnx)
+    transport.model_folder.write_model(out, predictor, origin, test, onnx)
     if json:
         print_json({"path": str(out), "client": site, "test": test})
         return
     if test is not None:
         _print_scores(f"{site}: on images that were held out", test)
-    print(f"model: {out} (read {out / model_folder.CARD} before you use it)")
+    print(f"model: {out} (read {out / transport.model_folder.CARD} before you use it)")
 
 
 def predict(
@@ -96,22 +103,17 @@ def predict(
     threads: ThreadsOption = None,
 ) -> None:
     """Class probabilities of images, as CSV. Research use only: not a medical device."""
-    from fedbicross.cli.exchange import check_new, set_threads, write_new
-    from fedbicross.cli.show import progress
-    from fedbicross.engine.device import resolve_device
-    from fedbicross.transport import model_folder, site_data
-
     if out is not None:
         check_new(out)
-    predictor = model_folder.load_model(model)
-    files = site_data.image_files(images)
-    used = resolve_device(device)
+    predictor = transport.model_folder.load_model(model)
+    paths = transport.site_data.image_files(images)
+    used = engine.device.resolve_device(device)
     set_threads(threads)
     rows: list[list[str]] = []
     with progress() as shown:
-        update = shown.start("predicting", len(files))
-        for start in range(0, len(files), BATCH):
-            part = files[start : start + BATCH]
+        update = shown.start("predicting", len(paths))
+        for start in range(0, len(paths), BATCH):
+            part = paths[start : start + BATCH]
             rows += _answers(part, predictor, used)
             update(start + len(part), "")
     text = _csv(["image", "predicted", *predictor.task.classes], rows)
@@ -135,22 +137,16 @@ def evaluate(
     """Accuracy, balanced accuracy, AUC, F1 and calibration of a final model on labelled images."""
     import numpy as np
 
-    from fedbicross.cli.exchange import set_threads
-    from fedbicross.cli.show import print_json
-    from fedbicross.engine.device import resolve_device
-    from fedbicross.errors import DataError
-    from fedbicross.transport import model_folder, site_data
-
-    predictor = model_folder.load_model(model)
-    origin = model_folder.read_settings(model)["origin"]
-    client, test = site_data.load_site(data, predictor.task, "site", origin["hold_out"], origin["seed"])
+    predictor = transport.model_folder.load_model(model)
+    origin = transport.model_folder.read_settings(model)["origin"]
+    client, test = transport.site_data.load_site(data, predictor.task, "site", origin["hold_out"], origin["seed"])
     images, labels = test.images, test.labels
     if which is Which.all:
         images, labels = np.concatenate([client.images, images]), np.concatenate([client.labels, labels])
     if not len(labels):
         raise DataError("empty", f"{data} holds no images that were held out; --which all scores every image")
     set_threads(threads)
-    scores = model_folder.score(predictor.probabilities(images, resolve_device(device)), labels)
+    scores = transport.model_folder.score(predictor.probabilities(images, engine.device.resolve_device(device)), labels)
     if json:
         print_json({"which": which.value, **scores})
         return
@@ -160,32 +156,22 @@ def evaluate(
 
 
 def _answers(paths: Sequence[Path], predictor: Predictor, device: str) -> list[list[str]]:
-    from fedbicross.report.tables import csv_text
-    from fedbicross.transport.site_data import read_files
-
-    probabilities = predictor.probabilities(read_files(paths, predictor.task), device)
+    probabilities = predictor.probabilities(transport.site_data.read_files(paths, predictor.task), device)
     classes = predictor.task.classes
     return [
-        [csv_text(path), csv_text(classes[int(row.argmax())]), *(f"{value:.6f}" for value in row)]
+        [*map(report.tables.csv_text, (path, classes[int(row.argmax())])), *(f"{value:.6f}" for value in row)]
         for path, row in zip(paths, probabilities, strict=True)
     ]
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    import csv
-    import io
-
-    from fedbicross.report.tables import csv_text
-
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([csv_text(title) for title in header])
+    writer.writerow([report.tables.csv_text(title) for title in header])
     writer.writerows(rows)
     return stream.getvalue()
 
 
 def _print_scores(title: str, scores: dict[str, Any]) -> None:
-    from fedbicross.cli.exchange import print_table
-    from fedbicross.transport.model_folder import metric_rows
-
-    print_table(title, ("metric", "value"), [("images", f"{scores['images']:,}"), *metric_rows(scores)])
+    rows = transport.model_folder.metric_rows(scores)
+    print_table(title, ("metric", "value"), [("images", f"{scores['images']:,}"), *rows])

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fedbicross import data, engine
+from fedbicross.cli.show import print_json, progress
+from fedbicross.errors import DataError
+
 app = typer.Typer(help="Download a data set, or look at one.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -21,11 +25,7 @@ def fetch(
     json: Annotated[bool, typer.Option("--json", help="print the path as JSON")] = False,
 ) -> None:
     """Download one file, with checksum; a broken download is resumed by running this again."""
-    from fedbicross.cli.show import print_json, progress
-    from fedbicross.data import default_data_dir
-    from fedbicross.data.fetch import fetch as download
-
-    folder = default_data_dir() if data_dir is None else data_dir
+    folder = data.default_data_dir() if data_dir is None else data_dir
     with progress() as shown:
         updates: dict[int, object] = {}
 
@@ -35,7 +35,7 @@ def fetch(
             if total:
                 updates[total](done, "")  # type: ignore[operator]
 
-        path = download(name, size, folder, url=url, md5=md5, sha256=sha256, progress=update)
+        path = data.fetch.fetch(name, size, folder, url=url, md5=md5, sha256=sha256, progress=update)
     if json:
         print_json({"path": str(path)})
     else:
@@ -53,20 +53,14 @@ def show(
     """Count the images per class; with --grid also look at some."""
     import numpy as np
 
-    from fedbicross.cli.show import print_json
-    from fedbicross.data import load_dataset
-    from fedbicross.errors import DataError
-
-    dataset = load_dataset(name, data_dir=data_dir, image_size=size)
+    dataset = data.load_dataset(name, data_dir=data_dir, image_size=size)
     counts = {
         split: [int(n) for n in np.bincount(part.labels, minlength=len(dataset.classes))]
         for split, part in (("train", dataset.train), ("test", dataset.test))
     }
     if grid is not None:
-        from fedbicross.engine.images import write_class_grid
-
         try:
-            write_class_grid(dataset.train.images, dataset.train.labels, len(dataset.classes), grid)
+            engine.images.write_class_grid(dataset.train.images, dataset.train.labels, len(dataset.classes), grid)
         except OSError as error:
             raise DataError("cannot_write", f"cannot write {grid}: {error.strerror}") from None
     if json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-METHODS = ["fedavg", "ensemble:class_weighted", "fedbicross"]
+METHODS = ["fedavg", "ensemble:consensus", "primum"]
 SETTINGS = {
     "name": "demo",
     "model": "resnet8",

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from fedbicross import bundle, transport
+from fedbicross.atomic import write_atomic
+from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError, UploadError, printable
 
 if TYPE_CHECKING:
@@ -26,9 +32,7 @@ WORK = Path("fedbicross-work")
 
 def site_work(work: Path, federation: FederationFile, name: str) -> Path:
     """Where a site keeps its work for this run."""
-    from fedbicross.exchange import file_name
-
-    return work / federation.run_id / "clients" / file_name(name)
+    return work / federation.run_id / "clients" / transport.files.file_name(name)
 
 
 def server_work(work: Path, federation: FederationFile) -> Path:
@@ -46,50 +50,43 @@ def set_threads(threads: int | None) -> None:
 
 def keygen(out: Path, as_json: bool) -> None:
     """Make a key pair: the private file for its owner only, and the public text beside it."""
-    from fedbicross.bundle import keys
-    from fedbicross.cli.show import print_json
-
     public = out.with_name(f"{out.stem}.pub")
     if out.suffix.lower() == ".pub":  # or the private key would lie where everybody looks for the public one
         raise ConfigError("key_name", f"{out} is the name of a public key; name the private one, e.g. {out.stem}.key")
     if public.exists() or public.is_symlink():
         raise ConfigError("key_exists", f"{public} exists; a key is never overwritten: choose another name")
-    key = keys.generate_key()
-    keys.save_private_key(out, key)
-    text = keys.public_text(key)
+    key = bundle.keys.generate_key()
+    bundle.keys.save_private_key(out, key)
+    text = bundle.keys.public_text(key)
+    fingerprint = bundle.keys.fingerprint(text)
     try:
         write_new(public, f"{text}\n".encode())
     except RunError:
         out.unlink()  # half a pair is of no use, and would be in the way of the next try
         raise
     if as_json:
-        print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": keys.fingerprint(text)})
+        print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": fingerprint})
         return
     print(f"private key: {out} (never give it away, never copy it to another machine)")
-    print(
-        f"public key:  {public}\n  {text}\n  fingerprint {keys.fingerprint(text)} (read it out when you hand it over)"
-    )
+    print(f"public key:  {public}\n  {text}\n  fingerprint {fingerprint} (read it out when you hand it over)")
 
 
 def read_public(value: str) -> str:
     """A public key given as text, or as the path of a ``.pub`` file."""
-    from fedbicross.bundle import Limits, keys, read_file
-
     text = value.strip()
-    if not text.startswith(keys.PREFIX):
+    if not text.startswith(bundle.keys.PREFIX):
         try:
-            text = read_file(text, Limits(max_bytes=keys.MAX_KEY_FILE)).decode("ascii", "replace").strip()
+            found = bundle.read_file(text, bundle.Limits(max_bytes=bundle.keys.MAX_KEY_FILE))
+            text = found.decode("ascii", "replace").strip()
         except UploadError as error:
             problem = f"{value!r} is neither a public key nor a .pub file that can be read"
             raise ConfigError("no_key", f"{problem} ({error.args[0]})") from None
-    keys.parse_public(text)
+    bundle.keys.parse_public(text)
     return text
 
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a file all at once; one with other content is never replaced."""
-    from fedbicross.atomic import write_atomic
-
     check_new(path, data)
     try:
         write_atomic(path, data)
@@ -108,9 +105,7 @@ def check_new(path: Path, data: bytes | None = None) -> None:
 def site_name(federation: FederationFile, work: Path, name: str | None) -> str:
     """The site's name: as given, or the only one that has work here for this run."""
     if name is not None:
-        from fedbicross.transport.federation_file import find_client
-
-        find_client(federation, name)
+        transport.federation_file.find_client(federation, name)
         return name
     here = [known for known in federation.clients if site_work(work, federation, known).is_dir()]
     if len(here) != 1:
@@ -126,10 +121,6 @@ def verdict(error: FedBiCrossError | None) -> str:
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table on standard output. Cells may come from a stranger's file: they are text, whatever signs they hold."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=Text(printable(title)), title_justify="left")
     for column in header:
         table.add_column(column)

@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbicross.cli.exchange import FEDERATION, JsonOption
+from fedbicross import bundle, runs, transport
+from fedbicross.cli.exchange import FEDERATION, JsonOption, print_table, read_public, write_new
+from fedbicross.cli.show import print_json
+from fedbicross.errors import ConfigError
 
 app = typer.Typer(help="Set up a federation of real sites.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -31,13 +34,6 @@ def init(
     json: JsonOption = False,
 ) -> None:
     """Write federation.toml, to be given to every site."""
-    from fedbicross.bundle.keys import fingerprint
-    from fedbicross.cli.exchange import read_public, write_new
-    from fedbicross.cli.show import print_json
-    from fedbicross.errors import ConfigError
-    from fedbicross.runs.config import QUICK, merge, parse_assignment
-    from fedbicross.transport.federation_file import federation_text, new_federation
-
     sites: dict[str, str] = {}
     for text in client:
         name, sign, key = text.partition("=")
@@ -46,31 +42,31 @@ def init(
         if name.strip() in sites:
             raise ConfigError("bad_client", f"--client: {name.strip()!r} is named twice")
         sites[name.strip()] = read_public(key)
-    values: dict[str, Any] = {key: QUICK[key] for key in ("model", "training")} if quick else {}
+    values: dict[str, Any] = {key: runs.config.QUICK[key] for key in ("model", "training")} if quick else {}
     given = {
         "model": model,
         "run_id": run_id,
         "quorum": quorum,
         "training": {} if epochs is None else {"epochs": epochs},
     }
-    values = merge(values, {key: value for key, value in given.items() if value not in (None, {})})
+    values = runs.config.merge(values, {key: value for key, value in given.items() if value not in (None, {})})
     for text in assign or []:
-        values = merge(values, parse_assignment(text))
+        values = runs.config.merge(values, runs.config.parse_assignment(text))
     fixed = {"image_size": image_size, "channels": channels, "method": method, "seed": seed, "quick": quick}
-    federation = new_federation(
+    federation = transport.federation_file.new_federation(
         classes=[name.strip() for name in classes.split(",") if name.strip()],
         server=read_public(server),
         clients=sites,
         **{**fixed, **values},
     )
-    write_new(out, federation_text(federation).encode())
+    write_new(out, transport.federation_file.federation_text(federation).encode())
     if json:
         print_json({"path": str(out), "run_id": federation.run_id, "fingerprint": federation.fingerprint})
         return
     print(f"{out}: run {federation.run_id}, {len(sites)} sites, {federation.method}")
     print(f"fingerprint: {federation.fingerprint}")
     for name, key in sites.items():
-        print(f"  {name}: {fingerprint(key)}")
+        print(f"  {name}: {bundle.keys.fingerprint(key)}")
     print("Give this file to every site; each compares the fingerprint with you by telephone before it trains.")
 
 
@@ -80,12 +76,7 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Check a federation file and say in words what was agreed."""
-    from fedbicross.bundle.keys import fingerprint
-    from fedbicross.cli.exchange import print_table
-    from fedbicross.cli.show import print_json
-    from fedbicross.transport.federation_file import load_federation
-
-    federation = load_federation(file)
+    federation = transport.federation_file.load_federation(file)
     method = federation.build()
     if json:
         resolved = {**federation.model_dump(), "settings": method.config.model_dump()}
@@ -107,7 +98,7 @@ def show(
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
         ("quorum", f"{federation.quorum} of {len(federation.clients)}"),
-        ("server", fingerprint(federation.server)),
-        *((f"site {name}", fingerprint(key)) for name, key in federation.clients.items()),
+        ("server", bundle.keys.fingerprint(federation.server)),
+        *((f"site {name}", bundle.keys.fingerprint(key)) for name, key in federation.clients.items()),
     ]
     print_table(str(file), ("agreed", "value"), rows)

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from fedbicross.cli.exchange import FEDERATION, WORK, DeviceOption, FederationOption, JsonOption, WorkOption
+from fedbicross.cli.show import print_json
+from fedbicross.transport import flower
 
 app = typer.Typer(
     help="Carry uploads and replies over a network with Flower.", no_args_is_help=True, rich_markup_mode=None
@@ -22,10 +24,8 @@ def certificates(
     out: Annotated[Path, typer.Option(help="folder for ca.crt, server.crt and server.key")] = Path("certificates"),
 ) -> None:
     """At the server: make the certificates for TLS. Sites get ca.crt only."""
-    from fedbicross.transport.flower.certificates import CA, make_certificates
-
-    make_certificates(out, host)
-    print(f"{out}: give {CA} to every site, keep the rest")
+    flower.certificates.make_certificates(out, host)
+    print(f"{out}: give {flower.certificates.CA} to every site, keep the rest")
 
 
 @app.command("node-key")
@@ -33,9 +33,7 @@ def node_key(
     out: Annotated[Path, typer.Option(help="the private file; .pub is put beside it")] = Path("node.key"),
 ) -> None:
     """At a site: make the key by which its node is let in."""
-    from fedbicross.transport.flower.certificates import make_node_key
-
-    make_node_key(out)
+    flower.certificates.make_node_key(out)
     print(f"{out}: keep it; send {out}.pub to the server")
 
 
@@ -50,11 +48,8 @@ def up(
     device: DeviceOption = "auto",
 ) -> None:
     """At the server: start the SuperLink behind a gate that lets only nodes in, and stay; Ctrl-C ends it."""
-    from fedbicross.transport.flower import deploy
-    from fedbicross.transport.flower.places import server_settings
-
-    places = server_settings(federation=federation, key=key, work=work, device=device)
-    link, gate = deploy.superlink(places, certificates, host, port)
+    places = flower.places.server_settings(federation=federation, key=key, work=work, device=device)
+    link, gate = flower.deploy.superlink(places, certificates, host, port)
     gate.begin()
     link.become()
 
@@ -66,9 +61,7 @@ def admit(
     work: WorkOption = WORK,
 ) -> None:
     """At the server: let a site's node in."""
-    from fedbicross.transport.flower.deploy import register
-
-    register(work, public_key, name)
+    flower.deploy.register(work, public_key, name)
     print(f"{name} may connect")
 
 
@@ -84,13 +77,10 @@ def join(
     device: DeviceOption = "auto",
 ) -> None:
     """At a site: start the SuperNode and stay; it answers when the server asks."""
-    from fedbicross.transport.flower import deploy
-    from fedbicross.transport.flower.places import site_settings
-
-    places = site_settings(federation=federation, key=key, work=work, data=data, device=device)
-    if deploy.lock_is_void():
+    places = flower.places.site_settings(federation=federation, key=key, work=work, data=data, device=device)
+    if flower.deploy.lock_is_void():
         typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
-    deploy.supernode(places, server, ca, node_key).become()
+    flower.deploy.supernode(places, server, ca, node_key).become()
 
 
 @app.command()
@@ -101,13 +91,10 @@ def run(
     json: JsonOption = False,
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
-    from fedbicross.cli.show import print_json
-    from fedbicross.settings import parse
-    from fedbicross.transport.flower import deploy
-    from fedbicross.transport.flower.places import Waiting
-
     hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
-    summary = deploy.run(work, parse(Waiting, hours), lambda line: typer.echo(line, err=True))
+    summary = flower.deploy.run(
+        work, flower.places.Waiting.from_run_config(hours), lambda line: typer.echo(line, err=True)
+    )
     if json:
         print_json(summary)
         return

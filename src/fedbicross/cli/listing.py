@@ -6,6 +6,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
+import fedbicross
+from fedbicross import data, models
+from fedbicross.cli.show import print_json
 
 if TYPE_CHECKING:
     from fedbicross.data import DatasetInfo
@@ -26,15 +32,10 @@ def listing(
     json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """List methods (with their variants), data sets, models, partitions or frozen encoders."""
-    from fedbicross.cli.show import print_json
-
     entries = _entries(kind)
     if json:
         print_json(entries)
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in entries.items():
         table.add_row(name, text)
@@ -43,26 +44,18 @@ def listing(
 
 def _entries(kind: Kind) -> dict[str, str]:
     if kind is Kind.methods:
-        from fedbicross.methods import METHODS
-
         out: dict[str, Any] = {}
-        for name, cls in METHODS.items():
+        for name, cls in fedbicross.METHODS.items():
             out[name] = cls.summary
             out |= {f"{name}:{variant}": cls.variant_notes.get(variant, "") for variant in cls.variants}
         return out
     if kind is Kind.models:
-        from fedbicross.models import MODELS
-
-        return {name: info.description for name, info in MODELS.items()}
+        return {name: info.description for name, info in models.MODELS.items()}
     if kind is Kind.encoders:
-        from fedbicross.models.encoders import ENCODERS
-
-        return {name: f"{info.description}; {info.dim} features" for name, info in ENCODERS.items()}
-    from fedbicross.data import DATASETS, PARTITIONS
-
+        return {name: f"{info.description}; {info.dim} features" for name, info in models.encoders.ENCODERS.items()}
     if kind is Kind.partitions:
-        return dict(PARTITIONS)
-    return {name: _data_words(info) for name, info in DATASETS.items()}
+        return dict(data.PARTITIONS)
+    return {name: _data_words(info) for name, info in data.DATASETS.items()}
 
 
 def _data_words(info: DatasetInfo) -> str:

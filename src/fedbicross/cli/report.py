@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
+from fedbicross import report as reports
+from fedbicross.cli.show import print_json
+
 
 def report(
     folder: Annotated[Path, typer.Argument(help="the run's folder")],
     json: Annotated[bool, typer.Option("--json", help="print the written paths as JSON")] = False,
 ) -> None:
     """Write report.html and the Markdown, CSV and LaTeX tables from results.json."""
-    from fedbicross.cli.show import print_json
-    from fedbicross.report import write_report
-
-    paths = [str(path) for path in write_report(folder)]
+    paths = [str(path) for path in reports.write_report(folder)]
     if json:
         print_json(paths)
     else:

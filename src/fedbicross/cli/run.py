@@ -8,6 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from fedbicross import runs
+from fedbicross.cli.show import run_and_report
+from fedbicross.errors import ConfigError
+
 
 class Engine(StrEnum):
     """Where the cells of a run are computed; the results are the same."""
@@ -43,10 +47,6 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="print results.json instead of the table")] = False,
 ) -> None:
     """Run methods on simulated hospitals; writes results.json and report.html."""
-    from fedbicross.cli.show import run_and_report
-    from fedbicross.errors import ConfigError
-    from fedbicross.runs.config import QUICK, load_config
-
     flags: dict[str, Any] = {
         "model": model,
         "client_models": _names(client_models),
@@ -61,22 +61,18 @@ def run(
         "training": {"epochs": epochs},
         "name": None if out is None else out.name,
     }
-    loaded = load_config(config, _given(flags), assign or [], quick)
+    loaded = runs.config.load_config(config, _given(flags), assign or [], quick)
     if out is None and not _is_folder_name(loaded.name):
         raise ConfigError("name", f"name: {loaded.name!r} is no name for a folder in runs/; change it or give --out")
     if quick:
-        typer.echo(f"quick settings (indicative only): {QUICK}", err=True)
-    from fedbicross.runs import runner
-
+        typer.echo(f"quick settings (indicative only): {runs.config.QUICK}", err=True)
     folder = out or Path("runs") / loaded.name
     if engine is Engine.ray:
-        from fedbicross.runs import spread
-
         if overwrite:
             raise ConfigError("engine", "--engine ray does not overwrite; choose another --out")
-        run_and_report(lambda progress: spread.run(loaded, folder, "ray", progress), folder, json)
+        run_and_report(lambda progress: runs.spread.run(loaded, folder, "ray", progress), folder, json)
         return
-    run_and_report(lambda progress: runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
+    run_and_report(lambda progress: runs.runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
 
 
 def _names(text: str | None) -> list[str] | None:

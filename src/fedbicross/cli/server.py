@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbicross import bundle, transport
+from fedbicross.cli import exchange
 from fedbicross.cli.exchange import (
     FEDERATION,
     WORK,
@@ -15,8 +17,16 @@ from fedbicross.cli.exchange import (
     JsonOption,
     ThreadsOption,
     WorkOption,
+    check_new,
+    print_table,
+    server_work,
+    set_threads,
+    verdict,
+    write_new,
 )
 from fedbicross.cli.run import Engine
+from fedbicross.cli.show import print_json, progress
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -31,8 +41,6 @@ def keygen(
     json: JsonOption = False,
 ) -> None:
     """Make the server's key pair."""
-    from fedbicross.cli import exchange
-
     exchange.keygen(out, json)
 
 
@@ -43,20 +51,14 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Check uploads one by one and use none; ends with 5 if any is refused."""
-    from fedbicross.bundle import UPLOAD, read_file
-    from fedbicross.cli.exchange import print_table, verdict
-    from fedbicross.cli.show import print_json
-    from fedbicross.errors import FedBiCrossError, MethodError, UploadError
-    from fedbicross.transport.files import load_federation, verify_upload
-
-    agreed = load_federation(federation)
+    agreed = transport.files.load_federation(federation)
     paths, ignored = _uploads(files)
     rows: list[dict[str, Any]] = []
     for path in paths:  # one at a time: a thousand uploads take the memory of one
         entry: dict[str, Any] = {"file": str(path), "client": None}
         error: FedBiCrossError | None = None
         try:
-            entry["client"] = verify_upload(agreed, read_file(path, UPLOAD)).client
+            entry["client"] = transport.files.verify_upload(agreed, bundle.read_file(path, bundle.UPLOAD)).client
         except (UploadError, MethodError) as caught:
             error = caught
         rows.append({**entry, "ok": error is None, "code": error.code if error else None, "verdict": verdict(error)})
@@ -90,41 +92,31 @@ def fuse(
     json: JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
-    from fedbicross.bundle import audit
-    from fedbicross.bundle.keys import load_private_key
-    from fedbicross.cli.exchange import check_new, server_work, set_threads, write_new
-    from fedbicross.cli.show import print_json, progress
-    from fedbicross.errors import ConfigError
-    from fedbicross.exchange import file_name
-    from fedbicross.transport import files
-
     if workers is not None and engine is Engine.local:
         raise ConfigError("engine", "--workers is for --engine ray")
-    agreed = files.load_federation(federation)
-    private = load_private_key(key)
+    agreed = transport.files.load_federation(federation)
+    private = bundle.keys.load_private_key(key)
     paths, ignored = _uploads(uploads)
     set_threads(threads)
     with progress() as shown:
         for line in ignored:
             shown.say(f"not looked at: {line}")
-        received = files.receive(agreed, {str(path): path for path in paths})
+        received = transport.files.receive(agreed, {str(path): path for path in paths})
         folder = server_work(work, agreed)
         options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine.value, "workers": workers}
-        replies = files.fuse_received(agreed, received, folder, private, shown, **options)
-    targets = {name: out / f"{file_name(name)}.safetensors" for name in replies}
+        replies = transport.files.fuse_received(agreed, received, folder, private, shown, **options)
+    targets = {name: out / f"{transport.files.file_name(name)}.safetensors" for name in replies}
     for name, target in targets.items():  # all or none
         check_new(target, replies[name])
     for name, target in targets.items():
         write_new(target, replies[name])
     rows = _fates(agreed, received, {name: str(target) for name, target in targets.items()})
-    log = folder / files.AUDIT
-    last = audit.verify(log).last
+    log = folder / transport.files.AUDIT
+    last = bundle.audit.verify(log).last
     if json:
         facts = {"sites": rows, "refused": _refused(received), "ignored": ignored}
         print_json({**facts, "audit": str(log), "audit_last": last})
         return
-    from fedbicross.cli.exchange import print_table
-
     print_table(f"run {agreed.run_id}", ("site", "upload", "reply"), [list(row.values()) for row in rows])
     if received.refused:
         print_table("refused", ("file", "why"), [(row["file"], row["why"]) for row in _refused(received)])
@@ -133,13 +125,11 @@ def fuse(
 
 def _uploads(given: list[Path]) -> tuple[list[Path], list[str]]:
     """The files to look at, and a line about everything else that lies in the folders."""
-    from fedbicross.bundle import list_bundles
-
     paths: list[Path] = []
     ignored: list[str] = []
     for path in given:
         if path.is_dir():
-            found = list_bundles(path)
+            found = bundle.list_bundles(path)
             paths += found.bundles
             ignored += found.ignored
         else:
@@ -158,8 +148,6 @@ def _fates(agreed: FederationFile, received: Received, replies: dict[str, str]) 
 
 
 def _refused(received: Received) -> list[dict[str, str]]:
-    from fedbicross.cli.exchange import verdict
-
     return [
         {"file": source, "code": entry.error.code, "why": verdict(entry.error)}
         for source, entry in received.refused.items()

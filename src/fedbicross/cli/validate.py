@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fedbicross import runs
+from fedbicross.cli.show import print_json
+
 
 def validate(
     config: Annotated[Path, typer.Argument(help="a TOML file")],
@@ -15,14 +18,11 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="print the resolved configuration as JSON")] = False,
 ) -> None:
     """Check a configuration and print it fully resolved."""
-    from fedbicross.cli.show import print_json
-    from fedbicross.runs.config import as_toml, load_config
-
-    loaded = load_config(config, None, assign or [], quick)
+    loaded = runs.config.load_config(config, None, assign or [], quick)
     if json:
         print_json(loaded.model_dump())
         return
     if loaded.client_models:
         print(f"# clients, in the order of their names: {', '.join(loaded.client_models)}, and so on from the start")
         print(f"# students of the server, and the pooled network: {loaded.model}")
-    print(as_toml(loaded))
+    print(runs.config.as_toml(loaded))

@@ -25,6 +25,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image as pillow
+from PIL import ImageOps
 
 from fedbicross.data.dataset import Dataset, Images, Indices, Names, Split
 from fedbicross.data.units import split_off_test
@@ -216,8 +218,6 @@ def read_images(paths: list[Path], image_size: int, max_pixels: int = MAX_PIXELS
 
 def _open(path: Path, max_pixels: int) -> Image:
     """Open a file and look at its header only."""
-    from PIL import Image as pillow  # late: commands that read no image should not wait for it
-
     try:
         image = pillow.open(path, formats=_FORMATS)
     except FileNotFoundError as error:
@@ -241,9 +241,6 @@ def _mode(path: Path, max_pixels: int) -> str:
 
 def _convert(image: Image, size: int, grey: bool, path: Path) -> Images:
     """Grey or RGB [size, size, channels] by the rule of the module."""
-    from PIL import Image as pillow
-    from PIL import ImageOps
-
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise DataError("unsupported_mode", f"{path} holds floating-point pixels, whose range is unknown")

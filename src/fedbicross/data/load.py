@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedbicross.data import cells, medmnist
+from fedbicross.data import cells, folder, medmnist
 from fedbicross.data.catalogue import DATASETS
 from fedbicross.data.dataset import Dataset, Split, stratified_subset
 from fedbicross.errors import ConfigError, DataError, nearest
@@ -40,8 +40,8 @@ def load_dataset(
         test = cells.TEST_SIZE if test_size is None else test_size
         return cells.load_cells(image_size, seed, train, test)
     if text in DATASETS:
-        folder = default_data_dir() if data_dir is None else Path(data_dir)
-        dataset = medmnist.load_medmnist(text, folder, image_size)
+        place = default_data_dir() if data_dir is None else Path(data_dir)
+        dataset = medmnist.load_medmnist(text, place, image_size)
     else:
         dataset = _load_path(Path(text), image_size, test_fraction, np.random.default_rng((seed, 0)))
     train_part = _subset(dataset.train, train_size, np.random.default_rng((seed, 1)))
@@ -55,8 +55,6 @@ def _load_path(path: Path, image_size: int, test_fraction: float, rng: np.random
     suffix = path.suffix.lower()
     if suffix == ".npz":
         return medmnist.load_npz(path, image_size)
-    from fedbicross.data import folder
-
     if suffix == ".csv":
         return folder.load_manifest(path, image_size, test_fraction=test_fraction, rng=rng)
     if path.is_dir():

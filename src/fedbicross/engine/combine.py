@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fedbicross.errors import MethodError
 
-Combination = Literal["mean_logits", "mean_probs", "class_weighted"]
+Combination = Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
+
+NEVER = -1e4  # the log-probability of a class that cannot be; finite, so that a file can hold it
 
 
 def soften(logits: Tensor, temperature: float) -> Tensor:
@@ -28,21 +30,74 @@ def class_weights(class_counts: Tensor) -> Tensor:
     return torch.where(totals > 0, counts / totals, 0)
 
 
-def combine_logits(logits: Tensor, how: Combination, temperature: float, class_weights: Tensor | None = None) -> Tensor:
+def contrast_counts(class_counts: Tensor) -> Tensor:
+    """min(n(i,c), Σ_d≠c n(i,d)) from counts [N,C]: images of a class that a client could tell from something else.
+
+    A hospital with 1,000 images of one class and 3 of others knows that class no better than from 3: whatever it is
+    shown, it says that class. A class that nobody could tell from anything keeps its plain counts.
+    """
+    counts = class_counts.clamp_min(0)
+    others = counts.sum(1, keepdim=True) - counts
+    contrast = torch.minimum(counts, others)
+    return torch.where(contrast.sum(0) > 0, contrast, counts)
+
+
+def log_prior(class_counts: Tensor, flatness: float = 0.0) -> Tensor:
+    """log π(c) of a client's counts [C], mixed with the uniform prior: π = (1-e) n(c)/n + e/C, in float64.
+
+    With e = 0 a class that the client lacks can never be the answer.
+    """
+    counts = class_counts.double().clamp_min(0)
+    prior = (1 - flatness) * counts / counts.sum().clamp_min(1) + flatness / len(counts)
+    return torch.where(prior > 0, prior.clamp_min(1e-300).log(), NEVER)
+
+
+def combine_logits(
+    logits: Tensor,
+    how: Combination,
+    temperature: float,
+    class_weights: Tensor | None = None,
+    log_prior: Tensor | None = None,
+) -> Tensor:
     """The teacher's soft labels [B,C] from the clients' logits [N,B,C].
 
     ``mean_logits``: softmax(mean_i z_i / τ), averaged before softening (F_k of FedBiCross; E-FedISCA Eq. 3).
     ``mean_probs``: mean_i softmax(z_i / τ).
     ``class_weighted``: Σ_i a(i,c) softmax(z_i / τ)_c, renormalised over classes; a class that nobody has gets 0.
+    ``consensus``: softmax(T/τ) of T(c) = Σ_i a(i,c) log softmax(z_i)_c + b(c): each class is judged by those who know
+    it, and one of them that is sure it is something else has a veto. ``log_prior`` is b, none: 0. A class that nobody
+    has gets 0.
     """
     if how == "mean_logits":
         return soften(logits.mean(0), temperature)
     if how == "mean_probs":
         return soften(logits, temperature).mean(0)
-    if how == "class_weighted":
-        if class_weights is None:
-            raise MethodError("no_class_counts", "class-weighted teachers need the clients' class counts")
-        # In logarithms: where each expert is sure of another's class, the products underflow and 0/0 would follow.
-        log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
-        return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
-    assert_never(how)
+    if how != "class_weighted" and how != "consensus":
+        assert_never(how)
+    if class_weights is None:
+        raise MethodError("no_class_counts", f"{how} teachers need the clients' class counts")
+    if how == "consensus":
+        weights = class_weights.to(logits.dtype)
+        total = torch.einsum("nc,nbc->bc", weights, F.log_softmax(logits, dim=-1))
+        total = total if log_prior is None else total + log_prior.to(logits.dtype)
+        return soften(total.masked_fill(~(weights > 0).any(0), NEVER), temperature)
+    # In logarithms: where each expert is sure of another's class, the products underflow and 0/0 would follow.
+    log_weighted = class_weights.to(logits.dtype).log().unsqueeze(1) + F.log_softmax(logits / temperature, dim=-1)
+    return F.softmax(torch.logsumexp(log_weighted, dim=0), dim=-1)
+
+
+def referral_odds(log_probabilities: Tensor, seldom: Tensor) -> Tensor:
+    """How much surer a model is of the likeliest seldom class than of the likeliest other one, in logs [B]."""
+    never = torch.finfo(log_probabilities.dtype).min
+    highest_seldom = log_probabilities.masked_fill(~seldom, never).amax(-1)
+    return highest_seldom - log_probabilities.masked_fill(seldom, never).amax(-1)
+
+
+def refer(probabilities: Tensor, shared_logits: Tensor, referral: Tensor) -> Tensor:
+    """The shared model's probabilities [B,C] for images that it is sure enough to be of a seldom class; else as given.
+
+    ``referral`` [C+1] holds 1 for a seldom class, and last the odds that must be passed (`steps.gate.referral`).
+    """
+    shared = F.log_softmax(shared_logits, dim=-1)
+    passed = referral_odds(shared, referral[:-1] > 0) > referral[-1].to(shared.dtype)
+    return torch.where(passed.unsqueeze(-1), shared.exp(), probabilities)

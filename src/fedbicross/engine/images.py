@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 GAP = 2  # pixels between images, before enlarging
 MARGIN_GREY = 255
@@ -13,8 +14,6 @@ MARGIN_GREY = 255
 
 def grid_png(images: np.ndarray, enlarge: int = 2) -> bytes:
     """Images [rows, columns, H, W, C] uint8 as one PNG, row by row."""
-    from PIL import Image
-
     rows, columns, height, width, channels = images.shape
     sheet = np.full((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3), MARGIN_GREY, np.uint8)
     for row in range(rows):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedbicross import models
-from fedbicross.engine.combine import combine_logits
+from fedbicross.engine.combine import combine_logits, refer
 from fedbicross.engine.device import autocast, normalise, to_device
 from fedbicross.engine.tokens import token_sequences
 from fedbicross.errors import MethodError
@@ -57,15 +57,24 @@ def probabilities(
         load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(device)
         for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
     ]
-    weights = None if predictor.class_weights is None else predictor.class_weights.to(device)
     parts = []
     for start in range(0, len(images), batch):
         chunk = to_device(images[start : start + batch], device)
-        parts.append(combine_logits(member_logits(networks, chunk, precision), predictor.combine, 1.0, weights).cpu())
+        parts.append(combined(predictor, member_logits(networks, chunk, precision)))
     if not parts:
         parts = [torch.zeros(0, len(task.classes))]
     out: np.ndarray = torch.cat(parts).numpy()
     return out
+
+
+def combined(predictor: Predictor, logits: Tensor) -> Tensor:
+    """Probabilities [B,C] on the CPU from the logits [N,B,C] of a predictor's networks."""
+    tables = (predictor.class_weights, predictor.log_prior)
+    weights, prior = (None if table is None else table.to(logits.device) for table in tables)
+    answer = combine_logits(logits, predictor.combine, 1.0, weights, prior)
+    if predictor.referral is not None:
+        answer = refer(answer, logits[-1], predictor.referral.to(logits.device))
+    return answer.cpu()
 
 
 @torch.no_grad()
@@ -78,12 +87,11 @@ def _from_features(
     classes = len(predictor.task.classes)
     pairs = zip(predictor.architectures, predictor.states, strict=True)
     networks = [heads.load(name, state, classes).to(device) for name, state in pairs]
-    weights = None if predictor.class_weights is None else predictor.class_weights.to(device)
     parts = [torch.zeros(0, classes)]
     for start in range(0, len(tokens), batch):
         chunk = tokens[start : start + batch].to(device)
         logits = torch.stack([network(chunk) for network in networks]).float()
-        parts.append(combine_logits(logits, predictor.combine, 1.0, weights).cpu())
+        parts.append(combined(predictor, logits))
     out: np.ndarray = torch.cat(parts).numpy()
     return out
 

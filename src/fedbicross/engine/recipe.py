@@ -28,6 +28,11 @@ class Training(Settings):
     augment: bool = Field(False, description="random quarter turns and mirror images (paper: none)")
     validation: float = Field(0.1, ge=0, lt=1, description="share kept for local validation (authors' code: 0.1)")
     select: Literal["best", "last"] = Field("best", description="uploaded epoch: best on local validation, or last")
+    loss: Literal["cross_entropy", "balanced"] = Field(
+        "cross_entropy",
+        description="balanced: of z + log n(c), without the classes that a client lacks, so that its own class mix is "
+        "not learnt (ours)",
+    )
     init: Literal["shared", "independent"] = Field("shared", description="do clients start from the same weights?")
     init_scheme: Literal["torch", "he"] = Field(
         "torch", description="first weights of clients and students: torch's default (authors' code) or He's normal"
@@ -41,6 +46,11 @@ class Training(Settings):
             preset = RECIPES.get(values.get("recipe", "paper"), {})
             return {**preset, **values}
         return values
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the client's class mix stays out of its network."""
+        return self.loss == "balanced"
 
     def rate(self, epoch: int, epochs: int | None = None) -> float:
         """Learning rate of ``epoch`` (from 0) out of ``epochs``."""

@@ -103,6 +103,16 @@ def turn_and_mirror(images: Tensor, kinds: Tensor) -> Tensor:
     return all_eight[kinds, torch.arange(len(images), device=images.device)]
 
 
+def balancing_shift(labels: Tensor, classes: int) -> Tensor:
+    """log n(c)/n of the labels, -inf for a class without any: what balanced softmax adds to the logits [C].
+
+    Cross-entropy on z + log π teaches z the classes as if all were equally frequent (Ren et al., 2020); a class that
+    the client lacks is neither learnt nor pushed down.
+    """
+    counts = torch.bincount(labels, minlength=classes).to(torch.get_default_dtype())
+    return (counts / counts.sum()).log()
+
+
 def train(
     model: nn.Module,
     architecture: str,
@@ -185,7 +195,9 @@ def training(
     steps = last * len(train_rows) // recipe.batch_size
     # Its own steps only: nothing here knows how many other sites train the same architecture.
     network = Student(model, device, precision, fast and steps >= WORTH_RECORDING, passes=steps)
-    work = _Work(network, x, y, recipe)
+    # Of all images, so that no validation image is of a class that counts as absent.
+    shift = balancing_shift(torch.from_numpy(labels), len(network.params["head.bias"])) if recipe.balanced else None
+    work = _Work(network, x, y, recipe, None if shift is None else shift.to(device))
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)
     best_state = network.copies()
@@ -241,8 +253,9 @@ def diverged(label: str, what: str) -> MethodError:
 class _Work:
     """Steps and validation of one network on one site's images; on the fast path as recorded graphs."""
 
-    def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training) -> None:
+    def __init__(self, network: Student, x: Tensor, y: Tensor, recipe: Training, shift: Tensor | None = None) -> None:
         self.network, self.x, self.y, self.recipe = network, x, y, recipe
+        self.shift = shift  # of the logits, [C]
         self.kept: dict[str, Any] = {}  # recorded steps, by batch size: the last batch of an epoch is smaller
 
     def epoch(self, rng: np.random.Generator, rate: float) -> Tensor:
@@ -264,19 +277,22 @@ class _Work:
             inputs = turn_and_mirror(inputs, kinds)
         full = len(rows) == self.recipe.batch_size  # other sizes are too rare to be compiled
         loss, gradients = self.network.gradient(
-            inputs, lambda logits: F.cross_entropy(logits, labels), use_compiled=full
+            inputs, lambda logits: F.cross_entropy(self._shifted(logits), labels), use_compiled=full
         )
         self.network.update(gradients, lr, self.recipe.momentum, self.recipe.weight_decay)
         return [loss * len(rows)]
 
+    def _shifted(self, logits: Tensor) -> Tensor:
+        return logits if self.shift is None else logits + self.shift
+
     def validate(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Accuracy and loss."""
+        """Accuracy and loss on images of the client's own class mix."""
         return recorded(self.kept, "validation", self._validate, [], self.network.fast)(x, y)
 
     @torch.no_grad()
     def _validate(self, x: Tensor, y: Tensor) -> list[Tensor]:
         parts = [normalise(x[start : start + 500]) for start in range(0, len(y), 500)]
-        logits = torch.cat([self.network.eval_logits(part) for part in parts])
+        logits = self._shifted(torch.cat([self.network.eval_logits(part) for part in parts]))
         return [(logits.argmax(1) == y).float().mean(), F.cross_entropy(logits, y)]
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -44,9 +47,6 @@ def flops_per_sample(generate: Callable[[int], object], count: int = 8) -> float
     Element-wise work is not counted, as everywhere here; a sampler without any product (FedPFT's diagonal mixtures)
     has a formula of its own, `steps.mixtures.sampling_flops`.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         generate(count)
     return float(counter.get_total_flops()) / count

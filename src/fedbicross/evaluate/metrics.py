@@ -128,3 +128,21 @@ def wilson_interval(k: int, n: int) -> tuple[float, float] | None:
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     # At the ends the bound is exactly 0 or 1; floating point would miss it by an ulp.
     return (0.0 if k == 0 else centre - half, 1.0 if k == n else centre + half)
+
+
+def paired_interval(lost: int, won: int, n: int) -> tuple[float, float] | None:
+    """95 % confidence interval of the difference of two accuracies on the same n images (Agresti and Min, 2005).
+
+    ``lost``: images that the first model got right and the second wrong; ``won``: the reverse. Wald's interval after
+    adding 0.5 to each of the four cells, so b = lost + 0.5, c = won + 0.5 and m = n + 2:
+    ``(c - b)/m ± 1.96 sqrt(b + c - (c - b)²/m)/m``. Wald's own is too narrow where few images
+    differ, which is the common case here.
+    """
+    if n == 0:
+        return None
+    if lost < 0 or won < 0 or lost + won > n:
+        raise ValueError(f"need counts with lost + won <= n, got lost={lost}, won={won}, n={n}")
+    b, c, m = lost + 0.5, won + 0.5, n + 2
+    centre = (c - b) / m
+    half = Z_95 * math.sqrt(b + c - (c - b) ** 2 / m) / m
+    return (max(centre - half, -1.0), min(centre + half, 1.0))

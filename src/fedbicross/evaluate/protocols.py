@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fedbicross.evaluate import METRICS, PROTOCOLS, metrics
+from fedbicross.evaluate import metrics
+from fedbicross.evaluate.names import METRICS, PROTOCOLS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PROTOCOLS", "TestSet", "score_client", "subsets"]
+__all__ = ["PROTOCOLS", "TestSet", "compare_client", "score_client", "subsets"]
 
 _FUNCTIONS = {
     "accuracy": metrics.accuracy,
@@ -73,6 +74,24 @@ def score_client(
     scores["test_images"] = {protocol: int(masks[protocol].sum()) for protocol in PROTOCOLS}
     scores["confusion"] = {protocol: None if c is None else c.tolist() for protocol, c in counts.items()}
     return scores
+
+
+def compare_client(
+    probs: NDArray[np.floating], alone: NDArray[np.floating], test: TestSet, client_index: int
+) -> dict[str, Any] | None:
+    """A model against training alone, image by image, on the client's own test images; None where it has none.
+
+    ``{"images": n, "lost": alone was right and this is wrong, "won": the reverse, "interval": [low, high]}``, the last
+    being that of the difference in accuracy (`metrics.paired_interval`).
+    """
+    mask = test.owner == client_index
+    labels = test.labels[mask]
+    ours, theirs = metrics.predicted(probs[mask]) == labels, metrics.predicted(alone[mask]) == labels
+    lost, won = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
+    interval = metrics.paired_interval(lost, won, len(labels))
+    if interval is None:
+        return None
+    return {"images": len(labels), "lost": lost, "won": won, "interval": list(interval)}
 
 
 def _interval(counts: NDArray[np.integer] | None) -> list[float] | None:

@@ -6,16 +6,36 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedbicross.evaluate import METRICS, PROTOCOLS
+from fedbicross.evaluate.names import METRICS, PROTOCOLS
 
 Scores = Mapping[str, Any]
-ALONE = ("local_only", "local_head")  # training alone: a network, or a head on the frozen encoder; the first at hand
+ALONE = ("local_only", "local_head")  # training alone: a network, or a head on the frozen encoder
 
 
-def reference(specs: Iterable[str]) -> str | None:
-    """Which of these rows all others are measured against: what a hospital has without taking part."""
-    found = set(specs)
-    return next((name for name in ALONE if name in found), None)
+def is_alone(spec: str) -> bool:
+    """Whether this is a way of training alone: nothing is shared, so that it is never a method that pays or not."""
+    return spec.partition(":")[0] in ALONE
+
+
+def local_baselines(specs: Iterable[str]) -> list[str]:
+    """The rows that the bar is chosen from: networks trained alone, else heads on a frozen encoder."""
+    found = list(specs)
+    networks, heads = ([spec for spec in found if spec.partition(":")[0] == kind] for kind in ALONE)
+    return networks or heads
+
+
+def reference(scores: Mapping[str, Sequence[Scores]]) -> str | None:
+    """What a hospital has without taking part, and what all rows of a seed are measured against.
+
+    ``scores`` are the clients' scores of each local baseline. The one with the highest mean matched accuracy is taken,
+    of equals the first. It is chosen by the test images, which makes the bar harder for every method, never easier.
+    """
+
+    def height(spec: str) -> float:
+        mean = _mean(client["accuracy"]["matched"] for client in scores[spec])
+        return -1.0 if mean is None else mean
+
+    return max(scores, key=height, default=None)
 
 
 def summarise(
@@ -24,7 +44,8 @@ def summarise(
     """One method under one seed: means over clients, the worst client, and whom the method harms.
 
     ``client_scores`` come from ``score_client`` plus the key ``client`` (name); ``num_samples`` are the training images
-    of each, in the same order; ``alone`` are the scores of the clients' own models, matched by name.
+    of each, in the same order; ``alone`` are the scores of the clients' own models, matched by name. A client's
+    ``against_alone`` (from ``compare_client``), where it is given, says whether a difference is beyond chance.
     """
     if len(client_scores) != len(num_samples):
         raise ValueError(f"{len(client_scores)} clients but {len(num_samples)} sample counts")
@@ -44,6 +65,8 @@ def summarise(
         "worst_client": {protocol: _worst(clients, protocol) for protocol in PROTOCOLS},
         "harmed_clients": None if own is None else sum(h is True for h in harmed),
         "helped_clients": None if own is None else sum(gain is not None and gain > 0 for gain in gains),
+        "clearly_harmed_clients": _count(clients, "clearly_harmed"),
+        "clearly_helped_clients": _count(clients, "clearly_helped"),
         "clients": clients,
     }
 
@@ -104,7 +127,18 @@ def _against_local(scores: Scores, own: Mapping[str, Scores] | None) -> dict[str
     }
     # Strictly lower on its own patients. Both accuracies are k/n of the same n, so equal counts compare equal.
     harmed = None if gain["matched"] is None else gain["matched"] < 0
-    return {**scores, "gain_over_local": gain, "harmed": harmed}
+    interval = (scores.get("against_alone") or {}).get("interval")
+    clear = {
+        "clearly_harmed": None if interval is None else interval[1] < 0,
+        "clearly_helped": None if interval is None else interval[0] > 0,
+    }
+    return {**scores, "gain_over_local": gain, "harmed": harmed, **clear}
+
+
+def _count(clients: Sequence[Scores], field: str) -> int | None:
+    """How many clients this is true of; None where it was measured for none."""
+    known = [client[field] for client in clients if client[field] is not None]
+    return sum(known) if known else None
 
 
 def _difference(ours: float | None, theirs: float | None) -> float | None:

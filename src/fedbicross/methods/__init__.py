@@ -24,6 +24,7 @@ from fedbicross.methods.fedpft import FedPFT
 from fedbicross.methods.local_head import LocalHead
 from fedbicross.methods.local_only import LocalOnly
 from fedbicross.methods.majority import Majority
+from fedbicross.methods.primum import Primum
 from fedbicross.settings import parse
 
 METHODS: dict[str, type[Method[Any]]] = {
@@ -38,6 +39,7 @@ METHODS: dict[str, type[Method[Any]]] = {
     "fedisca": FedISCA,
     "e_fedisca": EFedISCA,
     "fedbicross": FedBiCross,
+    "primum": Primum,
     "local_head": LocalHead,
     "centralised_head": CentralisedHead,
     "falcon": Falcon,

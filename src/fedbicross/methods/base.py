@@ -32,6 +32,7 @@ class Method(ABC, Generic[ConfigT]):
     quick: ClassVar[Mapping[str, Any]] = {}  # settings that finish in minutes on two cores
     role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "method"
     pools_data: ClassVar[bool] = False  # an upper bound that no federation could run
+    at_client: ClassVar[frozenset[str]] = frozenset()  # settings that only personalize() reads
     personal: ClassVar[bool] = True  # False: personalize() ignores the client, so that equal replies share one model
 
     def __init__(self, config: ConfigT) -> None:
@@ -46,6 +47,16 @@ class Method(ABC, Generic[ConfigT]):
     def uses_local_models(self) -> bool:
         """Whether upload() or personalize() asks for the client's own network, which can then be trained ahead."""
         return "weights" in self.needs
+
+    @property
+    def loss(self) -> str | None:
+        """``training.loss`` of the client's own network, where this method needs another than the run's recipe says."""
+        return None
+
+    @property
+    def ways_alone(self) -> tuple[str, ...]:
+        """Other ways of training alone than the run's recipe that this method uses, and therefore has to beat."""
+        return ("local_only:balanced",) if self.loss == "balanced" else ()
 
     @property
     def rounds(self) -> int:

@@ -2,7 +2,8 @@
 
 The strongest teacher that a data-free method could distil, and costly to run: N networks per image.
 ``class_weighted`` trusts network i on class c by its share of all training images of that class, which needs
-the class counts of each hospital besides its network.
+the class counts of each hospital besides its network. ``consensus`` averages log-probabilities with such weights, of
+networks that were trained with all classes weighing alike: the teacher of primum.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedbicross import parts
 from fedbicross.context import Context
 from fedbicross.exchange import Client, Predictor, Reply, Upload, pack_states, unpack_states
 from fedbicross.methods.base import Method, MethodConfig
@@ -20,8 +22,16 @@ from fedbicross.methods.base import Method, MethodConfig
 class EnsembleConfig(MethodConfig):
     """How the members' answers are combined."""
 
-    combine: Literal["mean_logits", "mean_probs", "class_weighted"] = Field(
-        "mean_logits", description="mean of logits (as in FedISCA, FedBiCross), of probabilities, or by class counts"
+    combine: Literal["mean_logits", "mean_probs", "class_weighted", "consensus"] = Field(
+        "mean_logits",
+        description="mean of logits (as in FedISCA, FedBiCross), of probabilities, or of probabilities or their "
+        "logarithms by class counts",
+    )
+    weights: Literal["counts", "contrast"] = Field(
+        "counts", description="a(i,c): by images of the class, or by those that a client could tell from others (ours)"
+    )
+    loss: Literal["cross_entropy", "balanced"] | None = Field(
+        None, description="of the clients' training; none: the run's recipe"
     )
 
 
@@ -31,10 +41,15 @@ class Ensemble(Method[EnsembleConfig]):
     name = "ensemble"
     summary = "every client gets all networks and averages their answers"
     Config = EnsembleConfig
-    variants = {"mean_probs": {"combine": "mean_probs"}, "class_weighted": {"combine": "class_weighted"}}
+    variants = {
+        "mean_probs": {"combine": "mean_probs"},
+        "class_weighted": {"combine": "class_weighted"},
+        "consensus": {"combine": "consensus", "weights": "contrast", "loss": "balanced"},
+    }
     variant_notes = {
         "mean_probs": "mean of probabilities instead of logits",
         "class_weighted": "probabilities weighted per class by each client's share of that class's images",
+        "consensus": "ours: log-probabilities weighted per class, of networks trained with balanced classes",
     }
     role = "baseline"
     personal = False
@@ -57,11 +72,16 @@ class Ensemble(Method[EnsembleConfig]):
 
     @property
     def _weighted(self) -> bool:
-        return self.config.combine == "class_weighted"
+        return self.config.combine in ("class_weighted", "consensus")
+
+    @property
+    def loss(self) -> str | None:
+        """As the settings say."""
+        return self.config.loss
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network, and the class counts where the rule needs them."""
-        trained = ctx.local_model(client)
+        trained = ctx.with_loss(self.loss).local_model(client)
         counts = client.class_counts(len(ctx.task.classes)) if self._weighted else None
         return Upload(client.name, ctx.task_of(client), trained.state, class_counts=counts)
 
@@ -69,12 +89,8 @@ class Ensemble(Method[EnsembleConfig]):
         """All networks to everyone, with the class weights n(i,c) / sum_j n(j,c)."""
         tensors = pack_states([upload.tensors for upload in uploads])
         if self._weighted:
-            import torch
-
-            from fedbicross.engine.combine import class_weights
-
-            counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
-            tensors["class_weights"] = class_weights(counts).float()
+            counts = parts.teachers.class_counts(uploads, len(ctx.task.classes))
+            tensors["class_weights"] = parts.teachers.class_weights(counts, self.config.weights)
         reply = Reply(tensors, {"architectures": [upload.task.model for upload in uploads]})
         return [reply for _ in uploads]
 

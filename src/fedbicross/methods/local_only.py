@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from pydantic import Field
+
+from fedbicross import parts
 from fedbicross.context import Context
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 
-class LocalOnly(Method[MethodConfig]):
+class LocalOnlyConfig(MethodConfig):
+    """How the network is trained."""
+
+    loss: Literal["cross_entropy", "balanced", "both"] | None = Field(
+        None,
+        description="of the training; balanced: the client's class mix is added back when it predicts; both: two "
+        "networks, averaged; none: the run's recipe",
+    )
+
+
+class LocalOnly(Method[LocalOnlyConfig]):
     """Each hospital keeps the network that it trained on its own images."""
 
     name = "local_only"
     summary = "each client's own network, no federation (the bar)"
+    Config = LocalOnlyConfig
+    variants = {"balanced": {"loss": "balanced"}, "both": {"loss": "both"}}
+    variant_notes = {
+        "balanced": "trained with all classes weighing alike, own class mix added back (what primum uploads)",
+        "both": "that network and the one of plain cross-entropy, averaged (what primum starts from at home)",
+    }
     role = "baseline"
 
     @property
     def leaves(self) -> str:
         """What leaves the hospital."""
         return "Nothing."
+
+    @property
+    def loss(self) -> str | None:
+        """As the settings say; of two, the one that needs saying."""
+        return "balanced" if self.config.loss == "both" else self.config.loss
 
     @property
     def uses_local_models(self) -> bool:
@@ -41,5 +66,4 @@ class LocalOnly(Method[MethodConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The client's own network."""
-        trained = ctx.local_model(client)
-        return Predictor(ctx.task, (trained.architecture,), (trained.state,))
+        return parts.local.own_model(client, ctx, self.config.loss)

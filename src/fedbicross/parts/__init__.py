@@ -1,4 +1,4 @@
-"""What methods are composed of: teachers, students, shots, replay, heads on features. Loaded on first use."""
+"""What methods are composed of: pieces that need a client, uploads or a context; each is loaded on first use."""
 
 import lazy_loader as lazy
 

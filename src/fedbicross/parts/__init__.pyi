@@ -1,8 +1,11 @@
 from . import costs as costs
 from . import diagnosis as diagnosis
 from . import features as features
+from . import gate as gate
 from . import heads as heads
+from . import local as local
 from . import personal as personal
+from . import pool as pool
 from . import pooled as pooled
 from . import replay as replay
 from . import sequences as sequences

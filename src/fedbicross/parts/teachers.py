@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fedbicross.context import Context
+from fedbicross.engine import combine
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.norm import BNDistance
 from fedbicross.exchange import Client, Upload
 from fedbicross.parts.settings import SynthesisConfig
-from fedbicross.steps.distill import class_weights
 from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm
 from fedbicross.steps.trajectory import Teacher
@@ -62,8 +64,7 @@ def load_teacher(config: SynthesisConfig, method: str, uploads: Sequence[Upload]
     )
     weights = None
     if config.weighted:
-        counts = torch.tensor([list(upload.class_counts or ()) for upload in uploads], dtype=torch.float64)
-        weights = class_weights(counts).float().to(ctx.device)
+        weights = class_weights(class_counts(uploads, len(ctx.task.classes)), "counts").to(ctx.device)
     how = (config.temperature, config.teacher, weights, config.adaptation, config.momentum_adaptation)
     return Teacher(ensemble, *how)
 
@@ -81,3 +82,14 @@ def inversion_settings(config: SynthesisConfig, image_size: int) -> InversionSet
         bn_reduction=config.bn_reduction,
         ce=config.ce,
     )
+
+
+def class_counts(uploads: Sequence[Upload], classes: int) -> Tensor:
+    """n(i,c) as float64 [N,C]; ones for a client that keeps its counts to itself."""
+    given = [upload.class_counts if upload.class_counts is not None else [1] * classes for upload in uploads]
+    return torch.tensor([list(counts) for counts in given], dtype=torch.float64)
+
+
+def class_weights(counts: Tensor, by: Literal["counts", "contrast"]) -> Tensor:
+    """a(i,c) as float32 [N,C]: by images of the class, or by those that a client could tell from other classes."""
+    return combine.class_weights(combine.contrast_counts(counts) if by == "contrast" else counts).float()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbicross.report import figures
 from fedbicross.report.grids import MOST
-from fedbicross.report.summary import Row, Summary, clients_of, result_rows, seeds_of, training_alone
+from fedbicross.report.summary import Row, Summary, clients_of, result_rows, seeds_of
 from fedbicross.report.text import (
     PROTOCOL_NAMES,
     PROTOCOLS,
@@ -26,6 +26,8 @@ from fedbicross.report.text import (
 
 if TYPE_CHECKING:
     from fedbicross.report.verdict import Verdict
+
+DRAWN = 40  # clients by name in the chart of the best method
 
 
 def holdings(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -62,10 +64,10 @@ def _architectures(clients: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"Architectures differ. {'; '.join(words)}."]
 
 
-def gains(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Gains and harms per client: strips over all seeds, matrices per seed, and the harmed by name."""
-    alone = training_alone(results)
-    rows = [row for row in result_rows(results) if str(row["method"]) not in alone]
+def gains(results: Mapping[str, Any], summaries: Sequence[Summary], verdict: Verdict) -> dict[str, Any]:
+    """Gains and harms per client: the best method by name, strips over all seeds, matrices, and the harmed by name."""
+    local = {item.method for item in summaries if item.is_local}
+    rows = [row for row in result_rows(results) if str(row["method"]) not in local]
     methods = list(dict.fromkeys(str(row["method"]) for row in rows))
     strips = {}
     for protocol in PROTOCOLS:
@@ -76,7 +78,36 @@ def gains(results: Mapping[str, Any]) -> dict[str, Any]:
     for seed in seeds_of(results) if strips["matched"] else []:
         chosen = [row for row in rows if str(row.get("seed")) == seed]
         by_seed.append({"seed": short(seed, 12), "chart": _gain_matrix(chosen), "harmed": _harmed(chosen)})
-    return {"strips": strips, "seeds": [entry for entry in by_seed if entry["chart"]]}
+    return {
+        "best": _best(verdict),
+        "strips": strips,
+        "seeds": [entry for entry in by_seed if entry["chart"]],
+    }
+
+
+def _best(verdict: Verdict) -> dict[str, Any]:
+    """What the method of the verdict brings each hospital, one chart a seed."""
+    if verdict.best is None:
+        return {"method": "", "seeds": []}
+    name, charts = short(verdict.best.method), []
+    for row in verdict.best.rows:
+        found = [_client_gain(client) for client in clients_of(row)]
+        note = ""
+        if len(found) > DRAWN:
+            found = sorted(found, key=lambda c: (c.own is None, c.own or 0.0))[:DRAWN]
+            note = f"The {DRAWN} clients with the lowest gain at home; tables/clients.csv has all of them."
+        chart = figures.client_gains(found, f"What {name} gains over training alone, client by client")
+        if chart:
+            charts.append({"seed": short(row.get("seed"), 12), "chart": chart, "note": note})
+    return {"method": name, "seeds": charts}
+
+
+def _client_gain(client: Mapping[str, Any]) -> figures.ClientGain:
+    own, everywhere = (number(get(client, "gain_over_local", protocol)) for protocol in ("matched", "global"))
+    ends = [number(end) for end in sequence(get(client, "against_alone", "interval"))]
+    low, high = ends if len(ends) == 2 else (None, None)
+    interval = None if low is None or high is None else (low, high)
+    return figures.ClientGain(short(client.get("client"), 24), own, interval, everywhere)
 
 
 def _gains_of(method: str, rows: Sequence[Row], protocol: str) -> list[tuple[str, object]]:
@@ -100,16 +131,21 @@ def _known(value: object) -> bool:
     return number(value) is not None
 
 
-def _harmed(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Who is harmed by what, the worst first: the chart in words."""
+def _harmed(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Who is harmed by what and who is lower by chance, the worst first: the chart in words."""
     found = []
     for row in rows:
-        hurt = [(number(get(c, "gain_over_local", "matched")), c) for c in clients_of(row) if c.get("harmed") is True]
-        hurt.sort(key=lambda pair: (pair[0] is None, pair[0] or 0.0))
-        names = [f"{short(client.get('client'), 24)} ({points(gain)})" for gain, client in hurt]
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        found.append((short(row["method"]), ", ".join(names[:10]) + more))
-    return [entry for entry in found if entry[1]]
+        lower = [(number(get(c, "gain_over_local", "matched")), c) for c in clients_of(row) if c.get("harmed") is True]
+        lower.sort(key=lambda pair: (pair[0] is None, pair[0] or 0.0))
+        harmed = [pair for pair in lower if pair[1].get("clearly_harmed") is not False]
+        by_chance = [pair for pair in lower if pair[1].get("clearly_harmed") is False]
+        found.append((short(row["method"]), _names(harmed), _names(by_chance)))
+    return [entry for entry in found if entry[1] or entry[2]]
+
+
+def _names(lower: Sequence[tuple[float | None, Mapping[str, Any]]]) -> str:
+    names = [f"{short(client.get('client'), 24)} ({points(gain)})" for gain, client in lower]
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def confusions(results: Mapping[str, Any], summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, Any]]:

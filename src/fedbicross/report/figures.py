@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from fedbicross.report.grids import WIDTH, class_matrix, confusion, gain_matrix, heatmap
@@ -26,6 +27,7 @@ from fedbicross.report.text import PROTOCOL_NAMES, PROTOCOLS, Stat, number, perc
 __all__ = [
     "accuracy_dots",
     "class_matrix",
+    "client_gains",
     "confusion",
     "gain_matrix",
     "gain_strips",
@@ -39,7 +41,9 @@ LABELLED = 8  # more lines than this cannot be told apart by colour: they turn g
 LONGEST = 240  # points kept of a line; a screen shows no more
 
 
-def accuracy_dots(methods: Sequence[tuple[str, str, Mapping[str, Stat]]]) -> str:
+def accuracy_dots(
+    methods: Sequence[tuple[str, str, Mapping[str, Stat]]], alone: Mapping[str, Stat] | None = None
+) -> str:
     """Accuracy under the three protocols side by side; the dashed line is training alone. Items: name, kind, stats."""
     if not methods:
         return ""
@@ -65,9 +69,8 @@ def accuracy_dots(methods: Sequence[tuple[str, str, Mapping[str, Stat]]]) -> str
             x = x0 + wide * tick / 100
             body.append(line(x, top, x, bottom, "rule"))
             body.append(text(x, top - 6, str(tick), anchor="middle", class_="tick"))
-        for _, kind, stats in methods:
-            if kind == "local" and (mean := stats[protocol].mean) is not None:
-                body.append(line(x0 + wide * mean, top - 2, x0 + wide * mean, bottom, "reference"))
+        if alone is not None and (mean := alone[protocol].mean) is not None:
+            body.append(line(x0 + wide * mean, top - 2, x0 + wide * mean, bottom, "reference"))
         for i, (name, kind, stats) in enumerate(methods):
             body.append(_accuracy_dot(x0, wide, top + (i + 0.5) * tall, name, kind, stats[protocol]))
     return svg(WIDTH, bottom + 8, body, "Accuracy of every method under the three protocols")
@@ -86,6 +89,70 @@ def _accuracy_dot(x0: float, wide: float, y: float, name: str, kind: str, value:
     else:
         mark = tag("circle", cx=x, cy=y, r=5, class_=f"dot {kind}")
     return tag("g", whisker + mark, tip=tip)
+
+
+@dataclass(frozen=True)
+class ClientGain:
+    """What one client gains over training alone: fractions, or None where that was not measured."""
+
+    client: str
+    own: float | None
+    interval: tuple[float, float] | None  # of ``own``, 95 %
+    everywhere: float | None
+
+
+def client_gains(clients: Sequence[ClientGain], label: str) -> str:
+    """Two marks a client: what it gains for its own patients, with an interval, and for patients from everywhere."""
+    shown = [value for c in clients for value in (c.own, c.everywhere, *(c.interval or ())) if value is not None]
+    if not shown:
+        return ""
+    low: float = min([*shown, -0.01])
+    high: float = max([*shown, 0.01])
+    margin = 0.04 * (high - low)
+    low, high = low - margin, high + margin
+    width, tall, top, right = 740.0, 30.0, 58.0, 150.0
+    left = label_width([c.client for c in clients], 20) + 14
+    wide, bottom = width - left - right, top + tall * len(clients)
+
+    def place(gain: float) -> float:
+        return left + wide * (gain - low) / (high - low)
+
+    body = [
+        triangle(left + 6, 12, 4.5, True, "dot helped"),
+        text(left + 16, 16, "own patients, with a 95 % interval", class_="axis"),
+        tag("circle", cx=left + 240, cy=12, r=4.5, class_="dot everywhere"),
+        text(left + 250, 16, "patients from everywhere", class_="axis"),
+        rect(left, top, place(0.0) - left, bottom - top, "harmside"),
+        text(width - right + 72, top - 8, "own", anchor="end", class_="axis"),
+        text(width - 4, top - 8, "everywhere", anchor="end", class_="axis"),
+    ]
+    for tick in ticks(100 * low, 100 * high, 8):
+        x = place(tick / 100)
+        body.append(line(x, top, x, bottom, "zero" if tick == 0 else "rule"))
+        body.append(text(x, top - 8, ("+" if tick > 0 else "") + tick_text(tick), anchor="middle", class_="tick"))
+    for i, c in enumerate(clients):
+        y = top + (i + 0.5) * tall
+        body += [line(left, y + tall / 2, width, y + tall / 2, "rule"), *_client_gain(c, y, place)]
+        body.append(text(left - 10, y + 4, c.client, 20, "end", class_="label"))
+        body.append(text(width - right + 72, y + 4, points(c.own), anchor="end", class_="value"))
+        body.append(text(width - 4, y + 4, points(c.everywhere), anchor="end", class_="value"))
+    return svg(width, bottom + 4, body, label)
+
+
+def _client_gain(c: ClientGain, y: float, place: Callable[[float], float]) -> list[str]:
+    marks, name = [], short(c.client)
+    if c.everywhere is not None:
+        tip = f"{name}, patients from everywhere: {points(c.everywhere)} points"
+        marks.append(tag("circle", cx=place(c.everywhere), cy=y + 6, r=4.5, class_="dot everywhere", tip=tip))
+    if c.own is None:
+        return marks
+    tip = f"{name}, own patients: {points(c.own)} points"
+    if c.interval is not None:
+        tip += f", 95 % interval {points(c.interval[0])} to {points(c.interval[1])}"
+        marks.append(line(place(c.interval[0]), y - 6, place(c.interval[1]), y - 6, "whisker"))
+    if c.own == 0:
+        return [*marks, tag("circle", cx=place(0.0), cy=y - 6, r=3.5, class_="dot level", tip=tip)]
+    return [*marks, triangle(place(c.own), y - 6, 4.5, c.own > 0, "dot helped" if c.own > 0 else "dot harmed", tip)]
 
 
 def gain_strips(methods: Sequence[tuple[str, Sequence[tuple[str, object]]]], label: str) -> str:

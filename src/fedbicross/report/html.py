@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from fedbicross.report import clients, rounds, sections
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge
@@ -13,8 +16,6 @@ from fedbicross.report.verdict import judge
 
 def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
     """The report page. ``run_dir`` is only needed to embed the pictures that a method left there."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup, escape
 
     def breakable(name: str) -> Markup:
         """A method name may be broken after its colon or an underscore; escaping has put neither into it."""
@@ -43,7 +44,7 @@ def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
         "accuracy": sections.accuracy(results, summaries),
         "rounds": rounds.section(results),
         "holdings": clients.holdings(results),
-        "gains": clients.gains(results),
+        "gains": clients.gains(results, summaries, verdict),
         "confusions": clients.confusions(results, summaries, verdict),
         "training": clients.training(results),
         "costs": sections.costs(summaries),

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbicross.report import figures
 from fedbicross.report.diagnosis import diagnosis
-from fedbicross.report.summary import Summary, local_summary, result_rows, seeds_of
+from fedbicross.report.summary import Summary, result_rows, seeds_of, training_alone
 from fedbicross.report.tables import harms
 from fedbicross.report.text import (
     NA,
@@ -84,17 +84,27 @@ def head(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def tiles(summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, str]]:
     """The few figures behind the verdict."""
-    local, best = local_summary(list(summaries)), verdict.best
+    alone, best = training_alone(summaries), verdict.best
     found = []
-    if local is not None:
+    if alone is not None:
+        others = percent(alone.accuracy["global"].mean)
         found.append(
-            {"title": "Training alone", "value": f"{percent(local.accuracy['matched'].mean)}\u00a0%", "note": "matched"}
+            {
+                "title": "Training alone",
+                "value": f"{percent(alone.accuracy['matched'].mean)}\u00a0%",
+                "note": f"own patients; {others}\u00a0% from everywhere",
+            }
         )
     if best is not None:
-        gain = f"{points(best.gain.mean)} points against training alone"
-        value = f"{percent(best.accuracy['matched'].mean)}\u00a0%"
-        found.append({"title": short(best.method, 30), "value": value, "note": f"matched; {gain}"})
-        found.append({"title": "Hospitals harmed", "value": harms(best), "note": f"by {short(best.method, 30)}"})
+        name = short(best.method, 30)
+        for title, protocol, gain in (
+            ("own patients", "matched", best.gain),
+            ("patients from everywhere", "global", best.gain_elsewhere["global"]),
+        ):
+            value = f"{percent(best.accuracy[protocol].mean)}\u00a0%"
+            note = f"{title}; {points(gain.mean)} points against training alone"
+            found.append({"title": name, "value": value, "note": note})
+        found.append({"title": "Hospitals harmed", "value": harms(best), "note": f"by {name}"})
         cost = f"and a reply of {size(best.reply.mean)}"
         found.append({"title": "Uploaded", "value": size(best.upload.mean), "note": f"per hospital, {cost}"})
     return found
@@ -117,6 +127,7 @@ def kind(item: Summary) -> str:
 def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, Any]:
     """The result table, its chart, and the table of all metrics."""
     total = len(seeds_of(results))
+    alone = training_alone(summaries)
     rows = [
         {
             "method": short(item.method),
@@ -128,7 +139,7 @@ def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[s
             "upload": size(item.upload.mean),
             "reply": size(item.reply.mean),
             "seconds": duration(item.seconds.mean),
-            "loses": item.loses,
+            "loses": item.loses and not item.is_local,
             "verdict": row_verdict(item),
         }
         for item in summaries
@@ -145,8 +156,11 @@ def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[s
     ]
     return {
         "rows": rows,
-        "chart": figures.accuracy_dots([(item.method, kind(item), item.accuracy) for item in summaries]),
-        "has_local": local_summary(list(summaries)) is not None,
+        "chart": figures.accuracy_dots(
+            [(item.method, kind(item), item.accuracy) for item in summaries], None if alone is None else alone.accuracy
+        ),
+        "has_local": alone is not None,
+        "told_from_chance": all(item.clearly_harmed is not None for item in summaries if item.lower is not None),
         "several_seeds": any(item.seeds > 1 for item in summaries),
         "metric_names": list(METRICS.values()),
         "protocols": [PROTOCOL_NAMES[protocol] for protocol in PROTOCOLS],

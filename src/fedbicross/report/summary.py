@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedbicross.evaluate.summary import reference
+from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.report.text import PROTOCOLS, Stat, clean, get, number, sequence, stat
 
 Row = Mapping[str, Any]
@@ -22,16 +22,19 @@ class Summary:
 
     method: str
     role: str
-    is_local: bool
+    is_local: bool  # training alone, in one way or another
+    reference_rows: tuple[Row, ...]  # its rows that are the best way of training alone in their seed: the bar
     rows: tuple[Row, ...]
     accuracy: dict[str, Stat]
     worst: Stat
     worst_client: str | None
-    harmed: int | None
+    lower: int | None  # clients that are below training alone under matched, by chance or not
+    clearly_harmed: int | None  # those of them that are so beyond chance; None in results that do not tell
     helped: int | None
-    judged: int  # client-seed pairs behind ``harmed``
-    gains: tuple[float | None, ...]  # matched accuracy minus local-only's on the same seed, one per row
+    judged: int  # client-seed pairs behind ``lower``
+    gains: tuple[float | None, ...]  # matched accuracy minus that of training alone on the same seed, one per row
     gain: Stat
+    gain_elsewhere: dict[str, Stat]  # the same under the protocols for patients unlike the hospital's own
     upload: Stat
     reply: Stat
     seconds: Stat
@@ -42,21 +45,38 @@ class Summary:
         return len(self.rows)
 
     @property
+    def is_reference(self) -> bool:
+        """Whether it sets the bar in any seed."""
+        return bool(self.reference_rows)
+
+    @property
+    def shares(self) -> bool:
+        """Whether it is a way of taking part: something leaves the hospital, and a federation could do it."""
+        return not self.is_local and _kind(self.method) != "majority" and self.role != "upper_bound"
+
+    @property
+    def harmed(self) -> int | None:
+        """Clients harmed beyond chance or, in results that do not tell chance from harm, all that are lower."""
+        return self.lower if self.clearly_harmed is None else self.clearly_harmed
+
+    @property
     def loses(self) -> bool:
         """Whether training alone is better under the matched protocol, by at least what the page can show."""
-        return not self.is_local and self.gain.mean is not None and self.gain.mean <= -LEVEL
+        return self.gain.mean is not None and self.gain.mean <= -LEVEL
 
     @property
     def beats(self) -> bool:
         """Whether it is better than training alone under the matched protocol, by at least what the page can show."""
-        return not self.is_local and self.gain.mean is not None and self.gain.mean >= LEVEL
+        return self.gain.mean is not None and self.gain.mean >= LEVEL
 
 
-def training_alone(results: Mapping[str, Any]) -> set[str]:
-    """The methods that are training alone, the row that every other one has to beat."""
-    kinds = {str(row["method"]): _kind(row["method"]) for row in result_rows(results)}
-    chosen = reference(kinds.values())
-    return {method for method, kind in kinds.items() if kind == chosen}
+@dataclass(frozen=True)
+class Alone:
+    """Training alone as the bar: the best way of it in each seed."""
+
+    methods: tuple[str, ...]
+    ways: int  # that the run has of it
+    accuracy: dict[str, Stat]
 
 
 def _kind(method: object) -> str:
@@ -99,48 +119,73 @@ def clients_of(row: Row) -> list[Mapping[str, Any]]:
     return [client for client in sequence(row.get("clients")) if isinstance(client, Mapping)]
 
 
+def references(results: Mapping[str, Any]) -> dict[str, Row]:
+    """The row of training alone that all rows of a seed are measured against, by seed.
+
+    Every row names it. Older results do not, and had one way of training alone.
+    """
+    rows = result_rows(results)
+    kinds = local_baselines(_kind(row["method"]) for row in rows)[:1]
+    by_name = {(str(row["method"]), str(row.get("seed"))): row for row in rows}
+    by_kind = {str(row.get("seed")): row for row in reversed(rows) if _kind(row["method"]) in kinds}
+    found: dict[str, Row] = {}
+    for row in rows:
+        seed = str(row.get("seed"))
+        bar = by_name.get((str(row["alone"]), seed)) if "alone" in row else by_kind.get(seed)
+        if bar is not None:
+            found.setdefault(seed, bar)
+    return found
+
+
 def summarise(results: Mapping[str, Any]) -> list[Summary]:
     """All methods: training alone first, then the other baselines, the methods, and upper bounds last."""
     grouped: dict[str, list[Row]] = {}
     for row in result_rows(results):
         grouped.setdefault(str(row["method"]), []).append(row)
-    alone = training_alone(results)
-    local = {
-        str(row.get("seed")): number(get(row, "accuracy", "matched")) for method in alone for row in grouped[method]
-    }
-    found = [_summary(method, rows, local, method in alone) for method, rows in grouped.items()]
-    return sorted(found, key=lambda item: (not item.is_local, ROLES.get(item.role, 1)))
+    bars = references(results)
+    found = [_summary(method, rows, bars) for method, rows in grouped.items()]
+    return sorted(found, key=lambda item: (not item.is_reference, not item.is_local, ROLES.get(item.role, 1)))
 
 
-def _summary(method: str, rows: list[Row], local: Mapping[str, float | None], is_local: bool) -> Summary:
+def _summary(method: str, rows: list[Row], bars: Mapping[str, Row]) -> Summary:
     judged = [row for row in rows if number(row.get("harmed_clients")) is not None and judged_clients(row)]
+    clear = [value for row in judged if (value := number(row.get("clearly_harmed_clients"))) is not None]
     helped = [value for row in rows if (value := number(row.get("helped_clients"))) is not None]
     worst = [get(row, "worst_client", "matched") for row in rows]
-    gains = tuple(_gain(row, local) for row in rows)
+    gains = {protocol: tuple(_gain(row, bars, protocol) for row in rows) for protocol in PROTOCOLS}
     return Summary(
         method=method,
         role=str(rows[0].get("role") or "method"),
-        is_local=is_local,
+        is_local=is_alone(_kind(method)),
+        reference_rows=tuple(row for row in rows if any(row is bar for bar in bars.values())),
         rows=tuple(rows),
         accuracy={protocol: stat(get(row, "accuracy", protocol) for row in rows) for protocol in PROTOCOLS},
         worst=stat(get(entry, "accuracy") for entry in worst),
         worst_client=clean(get(worst[0], "client")) if len(worst) == 1 and get(worst[0], "client") else None,
-        harmed=int(sum(number(row["harmed_clients"]) or 0 for row in judged)) if judged else None,
+        lower=int(sum(number(row["harmed_clients"]) or 0 for row in judged)) if judged else None,
+        clearly_harmed=int(sum(clear)) if judged and len(clear) == len(judged) else None,
         helped=int(sum(helped)) if helped else None,
         judged=sum(judged_clients(row) for row in judged),
-        gains=gains,
-        gain=stat(gains),
+        gains=gains["matched"],
+        gain=stat(gains["matched"]),
+        gain_elsewhere={protocol: stat(gains[protocol]) for protocol in ("global", "label_set")},
         upload=stat(per_client(row, "upload_bytes") for row in rows),
         reply=stat(per_client(row, "reply_bytes") for row in rows),
         seconds=stat(row.get("seconds") for row in rows),
     )
 
 
-def _gain(row: Row, local: Mapping[str, float | None]) -> float | None:
-    mine, reference = number(get(row, "accuracy", "matched")), local.get(str(row.get("seed")))
-    return mine - reference if mine is not None and reference is not None else None
+def _gain(row: Row, bars: Mapping[str, Row], protocol: str) -> float | None:
+    mine, bar = (number(get(r, "accuracy", protocol)) for r in (row, bars.get(str(row.get("seed")))))
+    return mine - bar if mine is not None and bar is not None else None
 
 
-def local_summary(summaries: list[Summary]) -> Summary | None:
+def training_alone(summaries: Sequence[Summary]) -> Alone | None:
     """Training alone, where the run has it."""
-    return next((item for item in summaries if item.is_local), None)
+    local = [item for item in summaries if item.is_local]
+    best = [item for item in local if item.is_reference]
+    if not best:
+        return None
+    rows = [row for item in best for row in item.reference_rows]
+    accuracy = {protocol: stat(get(row, "accuracy", protocol) for row in rows) for protocol in PROTOCOLS}
+    return Alone(tuple(item.method for item in best), len(local), accuracy)

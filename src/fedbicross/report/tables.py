@@ -16,8 +16,10 @@ from fedbicross.report.text import (
     Stat,
     clean,
     fixed,
+    mapping,
     number,
     percent_sd,
+    sequence,
     short,
     size,
 )
@@ -43,7 +45,7 @@ CLIENT_METRICS = (
     "gain_over_local",
     "test_images",
 )
-CLIENT_COSTS = ("harmed", "upload_bytes", "reply_bytes")
+CLIENT_COSTS = ("harmed", "clearly_harmed", "upload_bytes", "reply_bytes")
 
 MARKDOWN_ESCAPES = str.maketrans(
     {c: f"\\{c}" for c in "\\`*[]|~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "$": "\\$"}
@@ -70,8 +72,10 @@ LATEX_ESCAPES = str.maketrans(
 
 
 def harms(item: Summary) -> str:
-    """``3 of 5``, summed over seeds."""
-    return NA if item.harmed is None or item.is_local else f"{item.harmed} of {item.judged}"
+    """``3 of 5``, summed over seeds; where more are lower, but by chance, ``3 of 5 (4 lower)``."""
+    if item.harmed is None or item.lower is None or item.is_local:
+        return NA
+    return f"{item.harmed} of {item.judged}" + (f" ({item.lower} lower)" if item.lower > item.harmed else "")
 
 
 def result_cells(item: Summary) -> list[str]:
@@ -151,14 +155,16 @@ def result_csv(results: Mapping[str, Any]) -> str:
     accuracies = [f"{protocol}_percent" for protocol in PROTOCOLS]
     header = ["method", "role", "seeds"]
     header += [column for name in (*accuracies, "worst_client_matched_percent") for column in (name, f"{name}_sd")]
-    header += ["gain_over_local_points", "gain_over_local_points_sd", "harmed_clients", "judged_clients"]
+    header += ["gain_over_local_points", "gain_over_local_points_sd", "harmed_clients", "clearly_harmed_clients"]
+    header += ["judged_clients"]
     header += ["upload_bytes_per_client", "reply_bytes_per_client", "seconds", "verdict"]
     lines = []
     for item in summarise(results):
         line = [csv_text(item.method), csv_text(item.role), str(item.seeds)]
         for value in (*(item.accuracy[protocol] for protocol in PROTOCOLS), item.worst, item.gain):
             line += _hundredfold(value)
-        line += [csv_number(None if item.is_local else item.harmed), csv_number(item.judged or None)]
+        line += [csv_number(None if item.is_local else value) for value in (item.lower, item.clearly_harmed)]
+        line.append(csv_number(item.judged or None))
         line += [csv_number(value.mean) for value in (item.upload, item.reply, item.seconds)]
         lines.append([*line, csv_text("; ".join(row_verdict(item)))])
     return _csv(header, lines)
@@ -184,9 +190,18 @@ def _client_lines(results: Mapping[str, Any]) -> Iterable[list[str]]:
                     values = client.get(metric)
                     value = values.get(protocol) if isinstance(values, Mapping) else None
                     yield [*start, protocol, metric, csv_number(value)]
+            for metric, value in against_alone(client).items():
+                yield [*start, "matched", metric, csv_number(value)]
             for metric in CLIENT_COSTS:
                 value = client.get(metric)
                 yield [*start, "", metric, csv_number(int(value) if isinstance(value, bool) else value)]
+
+
+def against_alone(client: Mapping[str, Any]) -> dict[str, object]:
+    """Images won and lost against training alone and the interval of the difference, under names for a table."""
+    found = mapping(client.get("against_alone"))
+    low, high = [*sequence(found.get("interval")), None, None][:2]
+    return {"lost": found.get("lost"), "won": found.get("won"), "gain_low": low, "gain_high": high}
 
 
 def _csv(header: Iterable[str], lines: Iterable[list[str]]) -> str:

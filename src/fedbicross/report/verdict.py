@@ -1,16 +1,26 @@
-"""Was taking part worth it? The answer in plain words, made from the rows and from nothing else."""
+"""Was taking part worth it? The answer in plain words, made from the rows and from nothing else.
+
+Two kinds of patients count: a hospital's own (matched), where it must not lose, and those from elsewhere (global), whom
+training alone serves badly. Every row that shares something is judged. It is worth it if no hospital is harmed beyond
+chance and either
+
+- own patients gain on average, by at least what the page can show; or
+- own patients do not lose on average, and patients from elsewhere gain at least a point.
+
+Else it is not, or not for everyone, and the page says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedbicross.evaluate.summary import ALONE
-from fedbicross.report.summary import Summary, local_summary, seeds_of
+from fedbicross.report.summary import LEVEL, Alone, Summary, seeds_of, training_alone
 from fedbicross.report.text import count, percent, percent_sd, points, short
 
 UPPER_BOUND = "upper bound: pools the data, not federated"
+CLEAR = 0.01  # a gain for patients from elsewhere counts from one point on
 
 
 @dataclass(frozen=True)
@@ -25,129 +35,197 @@ class Verdict:
     best: Summary | None
 
 
+# --- one row ---------------------------------------------------------------------------------------------
+
+
 def harm_words(item: Summary, noun: str = "client", seeds: bool = True) -> str | None:
-    """``harms 3 of 5 clients``, ``no client harmed``, or None where it was not measured."""
-    if item.harmed is None or item.is_local:
+    """``harms 3 of 5 clients``, ``0 of 5 clients harmed, 1 lower by chance``, or None where it was not measured."""
+    if item.harmed is None or item.lower is None or item.is_local:
         return None
     over = f" ({item.seeds} seeds)" if seeds and item.seeds > 1 else ""
-    if item.harmed == 0:
+    everyone = f"{item.judged} {noun}{'' if item.judged == 1 else 's'}"
+    by_chance = item.lower - item.harmed
+    if not item.lower:
         return f"no {noun} harmed{over}"
-    return f"harms {item.harmed} of {item.judged} {noun}{'' if item.judged == 1 else 's'}{over}"
+    if not item.harmed:
+        return f"0 of {everyone} harmed, {by_chance} lower by chance{over}"
+    more = f", {by_chance} more lower by chance" if by_chance else ""
+    if item.clearly_harmed is None:
+        more = " (lower at all)"
+    return f"harms {item.harmed} of {everyone}{more}{over}"
 
 
 def row_verdict(item: Summary) -> list[str]:
     """What the table says about a method, in words: losing to training alone is never left to colour."""
-    if item.is_local:
-        return ["the reference: training alone"]
+    if item.is_reference:
+        some = f", in {len(item.reference_rows)} of {item.seeds} seeds"
+        return [f"the reference: training alone{some if len(item.reference_rows) < item.seeds else ''}"]
     words = [UPPER_BOUND] if item.role == "upper_bound" else []
+    if item.is_local:
+        words.append("training alone, another way")
+    other = "the reference" if item.is_local else "training alone"
     if item.loses:
-        words.append(f"loses to training alone by {points(-(item.gain.mean or 0)).lstrip('+')} points")
+        words.append(f"loses to {other} by {_plain(item.gain.mean)} points")
     elif item.beats:
-        words.append(f"beats training alone by {points(item.gain.mean).lstrip('+')} points")
+        words.append(f"beats {other} by {_plain(item.gain.mean)} points")
     elif item.gain.mean is not None:
-        words.append("level with training alone")
+        words.append(f"level with {other}")
     harm = harm_words(item)
     if harm and item.role != "upper_bound":
         words.append(harm)
     return words or ["not compared: nobody trained alone"]
 
 
-def candidates_of(summaries: list[Summary]) -> tuple[list[Summary], str]:
-    """What is being judged: the methods or, in a run of baselines only, the baselines that share something."""
-    sharing = [
-        item for item in summaries if item.method.split(":")[0] not in ("majority", *ALONE) and not item.is_local
-    ]
-    methods = [item for item in sharing if item.role not in ("baseline", "upper_bound")]
-    if methods:
-        return methods, "method"
-    return [item for item in sharing if item.role == "baseline"], "baseline"
+def _plain(fraction: float | None) -> str:
+    """Points without a sign."""
+    return points(abs(fraction or 0.0)).lstrip("+")
+
+
+def elsewhere(item: Summary) -> tuple[float, str]:
+    """The gain for patients from elsewhere, and who they are: all (global) or, if that is level, known classes only."""
+    everyone, known = (item.gain_elsewhere[protocol].mean for protocol in ("global", "label_set"))
+    if (known or 0.0) >= CLEAR > abs(everyone or 0.0):
+        return known or 0.0, "for patients from elsewhere of the classes it knows"
+    return everyone or 0.0, "for patients from elsewhere"
+
+
+# --- all rows --------------------------------------------------------------------------------------------
 
 
 def judge(results: Mapping[str, Any], summaries: list[Summary]) -> Verdict:
-    """The verdict for a whole run, under the matched protocol."""
-    local = local_summary(summaries)
-    candidates, noun = candidates_of(summaries)
+    """The verdict for a whole run."""
+    alone = training_alone(summaries)
+    candidates = [item for item in summaries if item.shares]
     compared = [item for item in candidates if item.gain.mean is not None]
-    if not compared or local is None:
-        return _unknown(local, candidates)
-    winners = [item for item in compared if item.beats]
-    # A gain that costs nobody comes before a larger one that does.
-    best = min(winners or compared, key=lambda item: (_harm_rate(item) if winners else 0, -(item.gain.mean or 0)))
-    kind, badge, headline = _headline(best, winners, noun)
-    badge = badge if results.get("complete") is True else f"So far: {badge.lower()}"
-    sentences = (_alone(local, compared, winners, noun), *_harms(compared), *_elsewhere(local, compared))
+    if not compared or alone is None:
+        return _unknown(alone, candidates)
+    best = min(compared, key=lambda item: (_rank(item), -(item.gain.mean or 0.0), -elsewhere(item)[0]))
+    kind, badge, headline = _headline(best, compared)
+    if _nothing_learned(summaries):
+        kind, badge = "bad", "Nothing learned"
+        headline = "No model learned more than the most frequent class of each hospital: train longer before judging."
+    badge = badge if results.get("complete") is True else f"So far: {badge[0].lower()}{badge[1:]}"
+    sentences = (_alone(alone, compared), *_harms(compared), *_elsewhere(alone, compared))
     return Verdict(kind, badge, headline, sentences, _cautions(results, best, compared), best)
 
 
-def _headline(best: Summary, winners: list[Summary], noun: str) -> tuple[str, str, str]:
-    """Kind, badge and headline: better on average is not enough, it must hold for every hospital and every seed."""
-    name, harm = short(best.method), harm_words(best, "hospital")
-    if not winners and best.loses:
-        words = f"Taking part was not worth it: no {noun} beats training alone on a hospital’s own patients."
-        return "bad", "Not worth it", words
-    if not winners:
-        words = f"Taking part brought nothing: the best {noun}, {name}, is level with training alone"
-        return ("bad", "Not worth it", f"{words} and {harm}.") if best.harmed else ("mixed", "No gain", f"{words}.")
-    gain = f"{points(best.gain.mean).lstrip('+')} points"
-    ahead = sum(value > 0 for value in best.gains if value is not None)
-    if best.harmed is None:
-        words = f"{name} gains {gain} over training alone on average; whom it harms was not measured."
-        return "mixed", "Gain, harm unknown", words
-    if best.harmed:
-        words = f"Taking part paid on average, not for everyone: {name} gains {gain} but {harm}."
-        return "mixed", "Mixed", words
-    if ahead < best.gain.count:
-        words = f"Taking part paid in {ahead} of {best.gain.count} seeds: {name} gains {gain} on average."
-        return "mixed", "Mixed", words
-    return (
-        "good",
-        "Worth it",
-        f"Taking part was worth it: {name} gains {gain} over training alone and harms no hospital.",
-    )
+def _rank(item: Summary) -> tuple[int, float]:
+    """The better, the lower: worth it for own patients, for others, gains that harm somebody, no gain, a loss."""
+    if item.harmed == 0 and item.beats and not _often_behind(item):
+        return 0, 0.0
+    if item.harmed == 0 and not item.loses and elsewhere(item)[0] >= CLEAR:
+        return 1, 0.0
+    if item.beats:
+        return 2, _harm_rate(item)
+    return (3, _harm_rate(item)) if not item.loses else (4, 0.0)
+
+
+def _often_behind(item: Summary) -> bool:
+    """Whether training alone is ahead in half of the seeds or more, so that one seed alone makes the average."""
+    return 2 * sum(gain <= -LEVEL for gain in item.gains if gain is not None) >= item.gain.count
 
 
 def _harm_rate(item: Summary) -> float:
     return 1.0 if item.harmed is None else item.harmed / max(item.judged, 1)
 
 
-def _alone(local: Summary, compared: list[Summary], winners: list[Summary], noun: str) -> str:
-    reach = percent_sd(local.accuracy["matched"])
-    beaten = {0: "none beats it", 1: "1 beats it"}.get(len(winners), f"{len(winners)} beat it")
-    return (
-        "Under the matched protocol – each hospital’s own patient mix – training alone reaches "
-        f"{reach}\u00a0%. Of {count(len(compared), noun)}, {beaten} on average."
+def _headline(best: Summary, compared: Sequence[Summary]) -> tuple[str, str, str]:
+    """Kind, badge and one sentence: what was gained, for whom."""
+    name, harm, (rank, _) = short(best.method), harm_words(best, "hospital"), _rank(best)
+    gain, (others, who) = f"{_plain(best.gain.mean)} points", elsewhere(best)
+    by_chance = f" ({best.lower} of {best.judged} lower by chance)" if best.lower else ""
+    if rank == 0:
+        words = f"Taking part was worth it: {name} gains {gain} for a hospital’s own patients"
+        if others >= CLEAR:
+            words += f" and {_plain(others)} {who},"
+        words += f" and harms no hospital{by_chance}"
+        if others <= -CLEAR:
+            words += f", but loses {_plain(others)} {who}"
+        return "good", "Worth it", f"{words}."
+    if rank == 1:
+        words = f"{name} costs nobody anything at home{by_chance}, and gains {_plain(others)} points {who}"
+        return "good", "Worth it", f"Taking part was worth it: {words}."
+    if rank == 2 and best.harmed is None:
+        words = f"{name} gains {gain} over training alone on average; whom it harms was not measured."
+        return "mixed", "Gain, harm unknown", words
+    if rank == 2 and best.harmed:
+        words = f"Taking part paid on average, not for everyone: {name} gains {gain} but {harm}."
+        return "mixed", "Mixed", words
+    if rank == 2:
+        ahead = sum(value > 0 for value in best.gains if value is not None)
+        words = f"Taking part paid in {ahead} of {best.gain.count} seeds: {name} gains {gain} on average."
+        return "mixed", "Mixed", words
+    if rank == 3:
+        words = f"Taking part brought nothing: the best method, {name}, is level with training alone"
+        return ("bad", "Not worth it", f"{words} and {harm}.") if best.harmed else ("mixed", "No gain", f"{words}.")
+    words = "Taking part was not worth it: no method beats training alone on a hospital’s own patients"
+    return "bad", "Not worth it", f"{words}{_at_a_price(compared)}."
+
+
+def _at_a_price(compared: Sequence[Summary]) -> str:
+    """Who gains elsewhere what it loses at home, where every method loses at home."""
+    best = max(compared, key=lambda item: elsewhere(item)[0])
+    gain, who = elsewhere(best)
+    if gain < CLEAR:
+        return ""
+    return f"; {short(best.method)} gains {_plain(gain)} points {who} and loses {_plain(best.gain.mean)} at home"
+
+
+def _nothing_learned(summaries: Sequence[Summary]) -> bool:
+    """Whether no row is better than always naming a client's most frequent class, for any patients."""
+    floor = next((item for item in summaries if item.method == "majority"), None)
+    others = [item for item in summaries if item is not floor]
+    if floor is None or not others:
+        return False
+    return all(
+        (item.accuracy[protocol].mean or 0.0) < (floor.accuracy[protocol].mean or 0.0) + LEVEL
+        for item in others
+        for protocol in item.accuracy
     )
 
 
-def _harms(compared: list[Summary]) -> list[str]:
+def _alone(alone: Alone, compared: Sequence[Summary]) -> str:
+    reach = percent_sd(alone.accuracy["matched"])
+    names = " or ".join(short(name) for name in alone.methods)
+    how = f" (the best of {alone.ways} ways: {names})" if alone.ways > 1 else ""
+    winners = sum(item.beats for item in compared)
+    beaten = {0: "none beats it", 1: "1 beats it"}.get(winners, f"{winners} beat it")
+    return (
+        f"Under the matched protocol – each hospital’s own patient mix – training alone{how} reaches "
+        f"{reach}\u00a0%. Of {count(len(compared), 'method')}, {beaten} on average."
+    )
+
+
+def _harms(compared: Sequence[Summary]) -> list[str]:
     """Who pays, worst first; a long list is cut, since the table below has all of them."""
     harmful = sorted((item for item in compared if item.harmed), key=lambda item: -_harm_rate(item))
     if not harmful:
-        return ["No method harmed any hospital."] if all(item.harmed == 0 for item in compared) else []
+        beyond = " beyond chance" if any(item.lower for item in compared) else ""
+        return [f"No method harmed any hospital{beyond}."] if all(item.harmed == 0 for item in compared) else []
     parts = [f"{short(item.method)} {harm_words(item, 'hospital', seeds=False)}" for item in harmful[:4]]
     more = f"; {len(harmful) - 4} more also harm some" if len(harmful) > 4 else ""
     seeds = max(item.seeds for item in harmful)
     return ["; ".join(parts) + more + (f" (hospitals counted over {seeds} seeds)." if seeds > 1 else ".")]
 
 
-def _elsewhere(local: Summary, compared: list[Summary]) -> list[str]:
+def _elsewhere(alone: Alone, compared: Sequence[Summary]) -> list[str]:
     """The other side of the bargain: patients unlike the hospital's own."""
-    alone = local.accuracy["global"].mean
+    own = alone.accuracy["global"].mean
     others = [item for item in compared if item.accuracy["global"].mean is not None]
-    if alone is None or not others:
+    if own is None or not others:
         return []
     best = max(others, key=lambda item: item.accuracy["global"].mean or 0)
     there = best.accuracy["global"].mean or 0
-    mine, theirs = f"training alone reaches {percent(alone)}\u00a0%", f"{percent(there)}\u00a0%"
+    mine, theirs = f"training alone reaches {percent(own)}\u00a0%", f"{percent(there)}\u00a0%"
     lead = (
         f"{mine}, {short(best.method)} {theirs}"
-        if there >= alone
+        if there >= own
         else f"{mine}, the best of the others ({short(best.method)}) {theirs}"
     )
     return [f"For patients from everywhere (global protocol) {lead}."]
 
 
-def _cautions(results: Mapping[str, Any], best: Summary, compared: list[Summary]) -> tuple[str, ...]:
+def _cautions(results: Mapping[str, Any], best: Summary, compared: Sequence[Summary]) -> tuple[str, ...]:
     notes = []
     seeds = best.gain.count
     if seeds == 1:
@@ -160,6 +238,8 @@ def _cautions(results: Mapping[str, Any], best: Summary, compared: list[Summary]
         )
     if len(compared) > 1:
         notes.append("The best of several is named after looking at the test images, which flatters it a little.")
+    if any(item.lower is not None and item.clearly_harmed is None for item in compared):
+        notes.append("These results do not tell harm from chance: every client that is lower at all counts as harmed.")
     total = len(seeds_of(results))
     behind = [short(item.method) for item in compared if item.seeds < total]
     if behind:
@@ -169,13 +249,13 @@ def _cautions(results: Mapping[str, Any], best: Summary, compared: list[Summary]
     return tuple(notes)
 
 
-def _unknown(local: Summary | None, candidates: list[Summary]) -> Verdict:
-    if local is None:
+def _unknown(alone: Alone | None, candidates: Sequence[Summary]) -> Verdict:
+    if alone is None:
         headline = "Whether taking part was worth it cannot be said: this run has no local_only row to compare with."
         advice = "Add local_only (on a frozen encoder local_head): it is what a hospital has without taking part."
     elif not candidates:
-        headline = "Nothing to judge yet: this run holds no method beside the baselines."
-        advice = f"Training alone reaches {percent_sd(local.accuracy['matched'])}\u00a0% under the matched protocol."
+        headline = "Nothing to judge yet: in this run nobody shares anything."
+        advice = f"Training alone reaches {percent_sd(alone.accuracy['matched'])}\u00a0% under the matched protocol."
     else:
         headline = "Whether taking part was worth it cannot be said: no method shares a matched result with it."
         advice = "The matched protocol needs test images in the classes that the clients train on."

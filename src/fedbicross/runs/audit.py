@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fedbicross import steps
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress, Silent, Task
 from fedbicross.data import test_images
+from fedbicross.engine.images import grid_png
 from fedbicross.errors import ConfigError, RunError, nearest
 from fedbicross.evaluate import costs, generation_costs, mmd, reconstruction
 from fedbicross.exchange import Client, Upload, file_name
@@ -139,8 +142,6 @@ def _attacker(own: np.ndarray, tokens: Tensor, settings: AuditSettings, ctx: Con
 
 
 def _pixels(images: np.ndarray, settings: AuditSettings) -> Tensor:
-    import torch
-
     return reconstruction.to_unit_range(torch.from_numpy(images).permute(0, 3, 1, 2), settings.pixels)
 
 
@@ -148,8 +149,6 @@ def measure(
     method: SyntheticFeatures, client: Client, upload: Upload, attack: Attack, settings: AuditSettings, ctx: Context
 ) -> tuple[dict[str, Any], bytes]:
     """One client's numbers, and a picture of the attack."""
-    import torch
-
     synthetic, made = method.synthetic_tokens(upload, ctx)
     synthetic, made = synthetic.cpu().float(), made.cpu()
     tokens = ctx.features(client, method.views(ctx.task.image_size))
@@ -185,8 +184,6 @@ def _as_sent(method: SyntheticFeatures, tokens: Tensor) -> Tensor:
 
 def _mmd(real: Tensor, labels: Tensor, synthetic: Tensor, made: Tensor, most: int, rng: Any) -> dict[str, Any]:
     """Table 4, within classes too, and as its floor the same between two halves of the real sequences."""
-    import torch
-
     order = torch.randperm(len(real), generator=rng)[:most]
     real, labels = real[order], labels[order]
     drawn = torch.randperm(len(synthetic), generator=rng)[:most]
@@ -239,8 +236,6 @@ def _cost(method: SyntheticFeatures, upload: Upload, synthetic: Tensor) -> dict[
 
 def _png(pictures: Tensor) -> bytes:
     """Columns: original, from real tokens, the best from synthetic ones, the mean image."""
-    from fedbicross.engine.images import grid_png
-
     return grid_png((pictures.clamp(0, 1) * 255).round().byte().permute(0, 1, 3, 4, 2).numpy())
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models
+from fedbicross import data, models
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
@@ -70,7 +70,7 @@ class RunConfig(Settings):
     )
     baselines: list[str] = Field(
         default_factory=lambda: ["majority", "local_only", "ensemble", "centralised"],
-        description="always shown beside the methods; [] for none",
+        description="always shown beside the methods, with the ways of training alone that methods use; [] for none",
     )
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
@@ -108,8 +108,16 @@ class RunConfig(Settings):
             raise ConfigError("client_models", f"client_models: {have}; name at most one each")
 
     def all_methods(self) -> list[str]:
-        """Baselines first, then the methods asked for, each once."""
-        return list(dict.fromkeys([*self.baselines, *self.methods]))
+        """Baselines first, then the methods asked for, each once.
+
+        A method that has its clients trained in another way has to beat that training alone as well.
+        """
+        if not self.baselines:
+            return list(dict.fromkeys(self.methods))
+        specs = dict.fromkeys([*self.baselines, *self.methods])
+        ways = [way for spec in specs for way in self.build(spec).ways_alone]
+        after = self.baselines.index("local_only") + 1 if "local_only" in self.baselines else len(self.baselines)
+        return list(dict.fromkeys([*self.baselines[:after], *ways, *self.baselines[after:], *self.methods]))
 
     def build(self, spec: str) -> Method[Any]:
         """The method of this name with this run's settings."""
@@ -138,22 +146,20 @@ def load_config(
 
 def check(config: RunConfig) -> None:
     """Everything that can be wrong without looking at a single image."""
-    from fedbicross.data import DATASETS, PARTITIONS
-
     if config.clients < 1:
         raise ConfigError("clients", f"clients: at least 1 is needed (got {config.clients})")
     if config.partition.alpha <= 0:
         raise ConfigError("alpha", f"partition.alpha: must be greater than 0 (got {config.partition.alpha})")
-    if config.partition.kind not in PARTITIONS:
-        hint = nearest(config.partition.kind, PARTITIONS)
+    if config.partition.kind not in data.PARTITIONS:
+        hint = nearest(config.partition.kind, data.PARTITIONS)
         raise ConfigError("unknown_partition", f"unknown partition {config.partition.kind!r}{hint}")
     for name in [config.model, *config.client_models]:
         models.canonical(name)
     if config.partition.kind != "natural" and config.partition.file is None:  # else the data say how many there are
         config.check_models_for(config.clients)
     name = config.data.name
-    if name not in DATASETS and not name.startswith("python:") and not _exists(name):
-        raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, DATASETS)}")
+    if name not in data.DATASETS and not name.startswith("python:") and not _exists(name):
+        raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, data.DATASETS)}")
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError("seeds", "seeds: each seed once")
     if not config.all_methods():

@@ -6,13 +6,13 @@ import platform
 from importlib import metadata
 from typing import Any
 
+import torch
+
 PACKAGES = ("fedbicross", "torch", "numpy", "scikit-learn", "safetensors", "pydantic")
 
 
 def versions(device: str) -> dict[str, Any]:
     """Packages, interpreter, machine and device of this process."""
-    import torch
-
     out: dict[str, Any] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichBars
+
 from fedbicross.errors import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as RichBars
-
     from fedbicross.context import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -59,8 +61,6 @@ class RichProgress:
     """Live bars that vanish when done, above them the lines that were said."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         self.console = console
         columns = (
             TextColumn("{task.description}"),
@@ -69,7 +69,7 @@ class RichProgress:
             TimeRemainingColumn(),
             TextColumn("[dim]{task.fields[note]}"),
         )
-        self.bars: RichBars = Progress(*columns, console=console, transient=True)
+        self.bars = RichBars(*columns, console=console, transient=True)
 
     def __enter__(self) -> RichProgress:
         self.bars.start()
@@ -80,8 +80,6 @@ class RichProgress:
 
     def start(self, label: str, total: int) -> Callable[[int, str], None]:
         """Begin a piece of work."""
-        from rich.markup import escape
-
         task = self.bars.add_task(escape(printable(label)), total=total, note="")
 
         def update(done: int, note: str) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fedbicross.bundle import pack, unpack
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context
-from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, score_client, subsets
-from fedbicross.evaluate.summary import ALONE, summarise
+from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, compare_client, score_client, subsets
+from fedbicross.evaluate.summary import reference, summarise
 from fedbicross.exchange import Client, Predictor, file_name
 from fedbicross.federation import records, round_records, travelled
 from fedbicross.methods.base import Method
@@ -21,24 +23,71 @@ if TYPE_CHECKING:
     from fedbicross.context import Store
 
 
+Predictions = Mapping[str, np.ndarray]  # probabilities [n,C] of each client's model on the whole test set
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Training alone as the bar of one seed: which way of it, its scores by client, and its predictions."""
+
+    spec: str
+    scores: Sequence[Mapping[str, Any]]
+    predictions: Predictions
+
+
+def stored_predictions(clients: Sequence[Client], ctx: Context) -> dict[str, np.ndarray] | None:
+    """What ``predict_all`` made earlier; None unless it finished."""
+    found = {client.name: ctx.store.load(_predictions_file(ctx, client.name)) for client in clients}
+    kept = {name: data for name, data in found.items() if data is not None}
+    return {name: _probabilities(data) for name, data in kept.items()} if len(kept) == len(clients) else None
+
+
 def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ctx: Context) -> dict[str, np.ndarray]:
     """Probabilities of every client's predictor on the whole test set; equal predictors run once."""
-    import torch
-
     done: dict[int, bytes] = {}
     out = {}
     update = ctx.progress.start(f"testing {ctx.scope.partition('/')[2]}", len(predictors))
     for number, (client, predictor) in enumerate(predictors.items(), 1):
-        name = f"predictions/{ctx.scope}/{file_name(client)}.safetensors"
+        name = _predictions_file(ctx, client)
         data = ctx.store.load(name) or done.get(id(predictor))
         if data is None:
             probabilities = predictor.probabilities(test_images, ctx.device, store=ctx.store)
             data = pack("predictions", {"probabilities": torch.from_numpy(probabilities)}, {})
         done[id(predictor)] = data
         ctx.store.save(name, data)
-        out[client] = unpack(data, "predictions")[0]["probabilities"].numpy()
+        out[client] = _probabilities(data)
         update(number, "")
     return out
+
+
+def _predictions_file(ctx: Context, client: str) -> str:
+    return f"predictions/{ctx.scope}/{file_name(client)}.safetensors"
+
+
+def _probabilities(data: bytes) -> np.ndarray:
+    found: np.ndarray = unpack(data, "predictions")[0]["probabilities"].numpy()
+    return found
+
+
+def choose_alone(
+    found: Mapping[str, Predictions], clients: Sequence[Client], test: TestSet, owners: Mapping[str, int], classes: int
+) -> Alone | None:
+    """Of all ways of training alone the one that sets the bar (`evaluate.summary.reference`)."""
+    scores = {spec: _scores(clients, predictions, test, owners, classes) for spec, predictions in found.items()}
+    spec = reference(scores)
+    return None if spec is None else Alone(spec, scores[spec], found[spec])
+
+
+def _scores(
+    clients: Sequence[Client], predictions: Predictions, test: TestSet, owners: Mapping[str, int], classes: int
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "client": client.name,
+            **score_client(predictions[client.name], test, owners[client.name], np.array(client.class_counts(classes))),
+        }
+        for client in clients
+    ]
 
 
 def score_round(
@@ -78,30 +127,32 @@ def make_row(
     spec: str,
     method: Method[Any],
     clients: Sequence[Client],
-    predictions: Mapping[str, np.ndarray],
+    predictions: Predictions,
     test: TestSet,
     owners: Mapping[str, int],
     ctx: Context,
-    alone: Sequence[Mapping[str, Any]] | None,
+    alone: Alone | None,
     role: str,
 ) -> dict[str, Any]:
     """One row of results.json, without clock times, so that the same run gives the same bytes.
 
-    ``alone`` are the scores of training alone; none where there are none, or where this is that row.
+    ``alone`` is what it is measured against; none in a run where nobody trains alone.
     """
-    classes = len(ctx.task.classes)
-    scores = []
-    for client in clients:
-        score = score_client(
-            predictions[client.name], test, owners[client.name], np.array(client.class_counts(classes))
+    scores = _scores(clients, predictions, test, owners, len(ctx.task.classes))
+    for client, score in zip(clients, scores, strict=True):
+        own = None if alone is None else alone.predictions[client.name]
+        score["model"] = ctx.model_of(client)
+        score["against_alone"] = (
+            None if own is None else compare_client(predictions[client.name], own, test, owners[client.name])
         )
-        scores.append({"client": client.name, "model": ctx.model_of(client), **score, **_travel(method, client, ctx)})
+        score.update(_travel(method, client, ctx))
     kept = records(ctx, [client.name for client in clients], method.rounds)
     return {
         "method": spec,
         "seed": ctx.seed,
         "role": role,
-        **summarise(scores, [len(client.labels) for client in clients], alone or (scores if spec in ALONE else None)),
+        "alone": None if alone is None else alone.spec,
+        **summarise(scores, [len(client.labels) for client in clients], None if alone is None else alone.scores),
         "num_clients": len(clients),
         "upload_bytes": sum(score["upload_bytes"] for score in scores),
         "reply_bytes": sum(score["reply_bytes"] for score in scores),

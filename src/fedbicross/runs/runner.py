@@ -14,26 +14,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from fedbicross import __version__, seeds
+from fedbicross import __version__, models, seeds
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
 from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
+from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
+from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
-from fedbicross.evaluate.summary import reference
+from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.exchange import Client
 from fedbicross.federation import records, simulate
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import Remembering
-from fedbicross.runs.rows import make_row, predict_all, score_round, seconds_by_stage
+from fedbicross.runs.rows import (
+    Alone,
+    choose_alone,
+    make_row,
+    predict_all,
+    score_round,
+    seconds_by_stage,
+    stored_predictions,
+)
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import parse
 
 SCHEMA = 1
-BASELINES = ("majority", "local_only", "local_head", "ensemble")
+BASELINES = ("majority", "ensemble")  # and every way of training alone
 
 
 @dataclass
@@ -57,9 +68,6 @@ class Prepared:
 
 def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
     """Load the data and deal it out; every bad input shows here, before anything is written."""
-    from fedbicross import models
-    from fedbicross.engine.device import resolve_device, resolve_precision
-
     device = resolve_device(config.device)
     if dataset is None:
         if config.data.name.startswith("python:"):
@@ -183,10 +191,6 @@ def _empty(out: Path) -> None:
 
 def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progress) -> dict[str, Any]:
     """Every seed and method; without a folder everything stays in memory."""
-    import torch
-
-    from fedbicross.engine.device import set_precision
-
     config = prepared.config
     threads = torch.get_num_threads()
     if config.threads is not None:
@@ -239,14 +243,9 @@ def _one_seed(
     memory_events: list[dict[str, Any]] = []
     event = folder.event if folder else (lambda **fields: memory_events.append(fields))
     client_models = config.models_of(partition.clients)
-    rows: list[dict[str, Any]] = []
-    local_scores = None
-    # Training alone comes first: every other row is measured against it.
-    alone = reference(config.all_methods())
-    order = sorted(config.all_methods(), key=lambda spec: spec != alone)
-    for spec in order:
-        method = config.build(spec)
-        ctx = Context(
+
+    def context(spec: str) -> Context:
+        return Context(
             task=task,
             training=config.training,
             seed=seed,
@@ -259,29 +258,50 @@ def _one_seed(
             event=event,
             client_models=client_models,
         )
+
+    def predictions(spec: str) -> dict[str, np.ndarray]:
+        """Run a method to the end; what an earlier run of it left is taken over."""
+        ctx = context(spec)
+        progress.say(f"== {spec}, seed {seed}")
+        score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
+        predictors = simulate(config.build(spec), clients, ctx, score)
+        began = time.perf_counter()
+        found = predict_all(predictors, images, ctx)
+        event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
+        return found
+
+    def finished(spec: str) -> dict[str, np.ndarray] | None:
+        ctx = context(spec)
+        return None if store.load(f"rows/{ctx.scope}.json") is None else stored_predictions(clients, ctx)
+
+    specs = config.all_methods()
+    # Training alone comes first, in all of its ways: the best of them is what every row is measured against.
+    local = local_baselines(specs)
+    alone: dict[str, dict[str, np.ndarray]] = {}
+    bar: Alone | None = None
+    rows: list[dict[str, Any]] = []
+    for spec in [*local, *(spec for spec in specs if spec not in local)]:
+        ctx, method = context(spec), config.build(spec)
         saved = store.load(f"rows/{ctx.scope}.json")
         if saved is None:
-            progress.say(f"== {spec}, seed {seed}")
-            score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
-            predictors = simulate(method, clients, ctx, score)
+            if bar is None and local:
+                alone = {name: finished(name) or predictions(name) for name in local}
+                bar = choose_alone(alone, clients, test, owners, len(task.classes))
+            made = alone.get(spec) or predictions(spec)
             # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
-            role = "method" if method.role == "baseline" and spec not in BASELINES else method.role
-            began = time.perf_counter()
-            predictions = predict_all(predictors, images, ctx)
-            event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
-            row = make_row(spec, method, clients, predictions, test, owners, ctx, local_scores, role)
+            asked = method.role == "baseline" and spec not in BASELINES and not is_alone(spec)
+            role = "method" if asked else method.role
+            row = make_row(spec, method, clients, made, test, owners, ctx, bar, role)
             store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
         else:
             row = json.loads(saved)
-        if spec == alone:
-            local_scores = row["clients"]
         kept = records(ctx, [client.name for client in clients], method.rounds)
         stages = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)
         rows.append({**row, "seconds": round(sum(stages.values()), 3), "seconds_by_stage": stages})
         for record in kept:
             _note_training(record, ctx, summary, clients)
         _write_results(folder, _results(summary, earlier + rows, complete=False))
-    return sorted(rows, key=lambda row: config.all_methods().index(row["method"]))
+    return sorted(rows, key=lambda row: specs.index(row["method"]))
 
 
 def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], dict[str, int]]:
@@ -296,8 +316,6 @@ def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], 
 
 def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, Any], clients: list[Client]) -> None:
     """Training curves of the client models, for the report."""
-    from fedbicross.engine.train import Trained
-
     curves = summary["training"].setdefault(str(ctx.seed), {})
     names = {ctx.models.local_model_key(client): client.name for client in clients}
     for key in record["local_models"]:

@@ -2,7 +2,8 @@
 
 Each cell is a small run in a folder of its own under ``<out>.parts``; at the end their files are put together and the
 ordinary ``resume`` makes the results from them. So the engine cannot change a result, and a killed spread goes on where
-it stopped. Training alone comes first in every seed: its networks are those that all other methods of that seed share.
+it stopped. Training alone comes first in every seed, in all of its ways at once: its networks are those that all other
+methods of that seed share, and the best of them is what they are measured against.
 
 With Ray the cells run wherever its workers are. All of them must see the run's folder and the data under the same path,
 as on one machine or a shared disk.
@@ -18,13 +19,15 @@ from typing import Any, Literal
 
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
+from fedbicross.engine.device import resolve_device
+from fedbicross.engine.spread import QUIET, import_ray
 from fedbicross.errors import ConfigError
+from fedbicross.evaluate.summary import local_baselines
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml
 from fedbicross.runs.store import DiskStore
 
 Engine = Literal["local", "ray"]
-SHARED = "local_only"
 _NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", ".lock"}
 
 
@@ -68,16 +71,17 @@ def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progre
 def cells(config: RunConfig, parts: Path) -> tuple[list[Cell], list[Cell]]:
     """What can run at once from the start, and what can run at once after that."""
     specs = config.all_methods()
-    if SHARED not in specs:  # nothing that methods could share: a cell is a whole seed
+    local = local_baselines(specs)
+    if not local:  # nothing that methods could share: a cell is a whole seed
         return [Cell(_only(config, seed, specs), str(parts / f"seed-{seed}")) for seed in config.seeds], []
     first, then = [], []
     for seed in config.seeds:
-        alone = Cell(_only(config, seed, [SHARED]), str(parts / f"seed-{seed}.{SHARED}"))
+        alone = Cell(_only(config, seed, local), str(parts / f"seed-{seed}.alone"))
         first.append(alone)
         for spec in specs:
-            if spec != SHARED:
+            if spec not in local:
                 folder = parts / f"seed-{seed}.{spec.replace(':', '+')}"
-                then.append(Cell(_only(config, seed, [SHARED, spec]), str(folder), alone.folder))
+                then.append(Cell(_only(config, seed, [*local, spec]), str(folder), alone.folder))
     return first, then
 
 
@@ -118,9 +122,6 @@ def _local(group: Sequence[Cell]) -> Iterator[str]:
 
 def _ray(config: RunConfig) -> Spread:
     """Each cell as a Ray task, on one GPU where the run wants one."""
-    from fedbicross.engine.device import resolve_device
-    from fedbicross.engine.spread import QUIET, import_ray
-
     ray = import_ray()
     if not ray.is_initialized():
         ray.init(**QUIET)  # $RAY_ADDRESS: join a cluster

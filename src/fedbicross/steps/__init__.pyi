@@ -1,10 +1,12 @@
 from . import adaptation as adaptation
 from . import adversarial as adversarial
+from . import augment as augment
 from . import autoregression as autoregression
 from . import bilevel as bilevel
 from . import clustering as clustering
 from . import diffusion_prior as diffusion_prior
 from . import distill as distill
+from . import gate as gate
 from . import generators as generators
 from . import guidance as guidance
 from . import inversion as inversion

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbicross import __version__
+from fedbicross import __version__, evaluate, transport
 from fedbicross.atomic import write_folder
 from fedbicross.bundle import Limits, read_file, validate
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
@@ -55,19 +56,17 @@ class Origin:
 
 def score(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """Every metric of one set of predictions, ready for JSON; None where a metric is undefined."""
-    from fedbicross.evaluate import metrics
-
-    counts = metrics.confusion(probabilities, labels)
+    counts = evaluate.metrics.confusion(probabilities, labels)
     right = 0 if counts is None else int(counts.trace())
-    interval = metrics.wilson_interval(right, len(labels))
+    interval = evaluate.metrics.wilson_interval(right, len(labels))
     return {
         "images": len(labels),
-        "accuracy": metrics.accuracy(probabilities, labels),
+        "accuracy": evaluate.metrics.accuracy(probabilities, labels),
         "accuracy_interval": None if interval is None else list(interval),
-        "balanced_accuracy": metrics.balanced_accuracy(probabilities, labels),
-        "macro_auc": metrics.macro_auc(probabilities, labels),
-        "macro_f1": metrics.macro_f1(probabilities, labels),
-        "ece": metrics.expected_calibration_error(probabilities, labels),
+        "balanced_accuracy": evaluate.metrics.balanced_accuracy(probabilities, labels),
+        "macro_auc": evaluate.metrics.macro_auc(probabilities, labels),
+        "macro_f1": evaluate.metrics.macro_f1(probabilities, labels),
+        "ece": evaluate.metrics.expected_calibration_error(probabilities, labels),
         "confusion": None if counts is None else counts.tolist(),
     }
 
@@ -232,14 +231,10 @@ def as_onnx(predictor: Predictor) -> bytes:
     if predictor.constant is not None:
         raise MethodError("no_network", "a constant answer has no network to export to ONNX")
     require_onnx()
-    from fedbicross.transport import onnx_export
-
-    return onnx_export.export(predictor)
+    return transport.onnx_export.export(predictor)
 
 
 def require_onnx() -> None:
     """Refuse early where the packages of the extra are missing."""
-    from importlib.util import find_spec
-
-    if find_spec("onnx") is None or find_spec("onnxscript") is None:
+    if not all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript")):
         raise ConfigError("no_onnx", "ONNX export needs two more packages: pip install 'fedbicross[onnx]'")

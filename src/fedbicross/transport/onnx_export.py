@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fedbicross.engine.combine import combine_logits
+from fedbicross.engine.combine import combine_logits, refer
 from fedbicross.engine.predict import load_model
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ class Whole(nn.Module):
             for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
         )
         self.combine = predictor.combine
-        self.weights = predictor.class_weights
+        self.weights, self.log_prior, self.referral = predictor.class_weights, predictor.log_prior, predictor.referral
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [n, H, W, C] to [n, classes]."""
         inputs = images.permute(0, 3, 1, 2).float() / 127.5 - 1.0
         logits = torch.stack([network(inputs) for network in self.networks]).float()
-        return combine_logits(logits, self.combine, 1.0, self.weights)
+        answer = combine_logits(logits, self.combine, 1.0, self.weights, self.log_prior)
+        return answer if self.referral is None else refer(answer, logits[-1], self.referral)
 
 
 def export(predictor: Predictor) -> bytes:

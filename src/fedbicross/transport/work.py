@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbicross import engine
 from fedbicross.context import Context, Progress, Silent
 from fedbicross.errors import RunError
 from fedbicross.runs.store import RunFolder
@@ -51,11 +52,9 @@ def out_of_memory(error: Exception) -> bool:
 
 def make_context(federation: FederationFile, folder: RunFolder, progress: Progress | None, device: str) -> Context:
     """What surrounds a method's verb here."""
-    from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
-
-    used = resolve_device(device)
-    precision = resolve_precision("auto", used)
-    set_precision(precision)
+    used = engine.device.resolve_device(device)
+    precision = engine.device.resolve_precision("auto", used)
+    engine.device.set_precision(precision)
     return Context(
         task=federation.task,
         training=federation.training,

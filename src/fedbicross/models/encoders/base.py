@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedbicross.bundle.format import tensor_digest
 from fedbicross.errors import ConfigError, MethodError
@@ -115,8 +116,6 @@ class Encoder:
     def flops(self) -> int:
         """Operations of one forward pass of one image."""
         if self._flops is None:
-            from torch.utils.flop_counter import FlopCounterMode
-
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 self.module(torch.zeros(1, 3, self.size, self.size, device=self.device))
             self._flops = int(counter.get_total_flops())

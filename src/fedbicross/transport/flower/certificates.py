@@ -8,6 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle import keys
 from fedbicross.errors import ConfigError
@@ -20,11 +26,6 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> No
 
     The authority's private key is used once and forgotten, so that nobody can make a second server certificate.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
     begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ a little
     authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
 
@@ -92,9 +93,6 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> No
 
 def make_node_key(file: Path) -> None:
     """The key by which a SuperNode shows who it is: ``file`` (private) and ``file.pub`` (to hand over)."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
     public = file.with_name(file.name + ".pub")
     for path in (file, public):
         _check_absent(path)
@@ -104,8 +102,6 @@ def make_node_key(file: Path) -> None:
 
 
 def _host(name: str) -> Any:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -117,14 +113,10 @@ def _host(name: str) -> Any:
 
 
 def _pem(certificate: Any) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     return bytes(certificate.public_bytes(Encoding.PEM))
 
 
 def _write_private(file: Path, key: Any, openssh: bool) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     form = PrivateFormat.OpenSSH if openssh else PrivateFormat.PKCS8
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.settings import as_toml
 from fedbicross.transport.federation_file import load_federation
-from fedbicross.transport.flower import require_flower
 from fedbicross.transport.flower.certificates import CA, CERTIFICATE, SERVER_KEY
 from fedbicross.transport.flower.places import LOG, SERVER_FILE, SUMMARY, ServerPlaces, SitePlaces, Waiting, load_places
+from fedbicross.transport.flower.version import require_flower
 from fedbicross.transport.work import make_private
 
 CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration
@@ -242,8 +244,6 @@ def _tell_new_lines(log: Path, seen: int, say: Callable[[str], None]) -> int:
 
 
 def _toml(values: dict[str, Any]) -> bytes:
-    import tomli_w
-
     return tomli_w.dumps(values).encode()
 
 

@@ -1,0 +1,214 @@
+"""primum (ours): first, do no harm. One data-free student for everyone, and at each hospital a gate before it.
+
+1. Each hospital trains a network so that its own class mix stays out of it (balanced softmax), and for itself another
+   one in the plain way.
+2. The server inverts each network alone, with labels in that hospital's own class mix, so that labels and
+   batch-normalisation statistics tell one story: a pool of images.
+3. It distils the consensus of all networks, log-probabilities weighted per class, into one student on that pool,
+   turned, mirrored and cut together, with soft labels made afresh each time.
+4. Back at the hospital the own network stays, unless mixing it with the student is better beyond chance on validation
+   images. Images that the student is surer to be of a class that the hospital does not see than it is of any of the
+   hospital's own are answered by the student (`steps.gate`).
+
+Where each idea comes from, and what each is worth: docs/methods/primum.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from fedbicross import parts, steps
+from fedbicross.context import Context
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.methods.base import Method, MethodConfig
+
+if TYPE_CHECKING:
+    from fedbicross.steps.inversion import InversionSettings
+
+
+class PrimumConfig(MethodConfig):
+    """Every number of primum, chosen on validation images of Blood."""
+
+    loss: Literal["balanced", "cross_entropy"] = Field("balanced", description="of the clients' own training")
+    counts: Literal["sent", "unknown"] = Field(
+        "sent", description="class counts of each client; unknown: none leave, every class counts alike for everyone"
+    )
+    invert: Literal["alone", "together"] = Field(
+        "alone", description="each network by itself, or all of them by one batch (as FedISCA does)"
+    )
+    labels: Literal["own", "balanced"] = Field("own", description="classes of a batch: the client's mix, or all alike")
+    pool: int = Field(25, ge=1, description="synthesised batches in all, the same number from every client, at least 1")
+    batch: int = Field(256, ge=2, description="images in a batch, of the synthesis and of the student")
+    steps: int = Field(500, ge=1, description="T: synthesis steps per batch")
+    lr_synthesis: float = Field(5e-2, gt=0, description="Adam's rate on the pixels")
+    alpha_tv: float = Field(2.5e-5, ge=0, description="weight of total variation")
+    alpha_bn: float = Field(10.0, ge=0, description="weight of the batch-norm term")
+    bn_distance: Literal["absolute", "relative"] = Field(
+        "absolute", description="a layer's batch-norm distances as they are, or over its own spread"
+    )
+    jitter: int | None = Field(None, ge=0, description="random shift in pixels; none: 2, or 30 above 128 px")
+    storage: Literal["fp32", "bf16"] = Field("bf16", description="how the pool keeps images, on the device")
+    teacher: Literal["consensus", "class_weighted", "mean_logits", "mean_probs"] = Field(
+        "consensus", description="how the clients are combined into one teacher"
+    )
+    weights: Literal["contrast", "counts"] = Field(
+        "contrast", description="a(i,c): by images that a client could tell from other classes, or by all of the class"
+    )
+    temperature: float = Field(4.0, gt=0, description="τ of teacher and student, with the factor τ²")
+    steps_distil: int = Field(4000, ge=1, description="of the student")
+    lr: float = Field(0.05, gt=0, description="of the student's SGD")
+    schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
+    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
+    turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
+    cutmix: int = Field(2, ge=0, description="every how many batches a piece of another image is put in; 0: never")
+    own: Literal["both", "balanced", "cross_entropy"] = Field(
+        "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
+    )
+    prior: Literal["own", "uniform"] = Field(
+        "own", description="for the client's own patients, by the gate; or the student as it is, for any patient"
+    )
+
+
+class Primum(Method[PrimumConfig]):
+    """One student for everyone; each client decides on its own validation images what to do with it."""
+
+    name = "primum"
+    summary = "a data-free student of all networks' consensus, used where it beats the own network beyond chance (ours)"
+    Config = PrimumConfig
+    variants = {
+        "student": {"prior": "uniform"},
+        "one_network": {"own": "balanced"},
+        "no_counts": {"counts": "unknown"},
+        "cross_entropy": {"loss": "cross_entropy"},
+        "together": {"invert": "together", "labels": "balanced"},
+        "balanced_labels": {"labels": "balanced"},
+        "mean_teacher": {"teacher": "mean_logits"},
+        "mixture_teacher": {"teacher": "class_weighted"},
+        "plain_weights": {"weights": "counts"},
+        "no_cutmix": {"cutmix": 0},
+        "no_turns": {"turns": False},
+    }
+    variant_notes = {
+        "student": "the student alone, for patients from anywhere: no gate, no class mix",
+        "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
+        "no_counts": "class counts stay at home: every client counts alike for every class",
+        "cross_entropy": "ablation: clients trained by plain cross-entropy",
+        "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
+        "balanced_labels": "ablation: each network alone, but all classes alike",
+        "mean_teacher": "ablation: mean logits teach, as in the papers",
+        "mixture_teacher": "ablation: probabilities weighted per class instead of their logarithms",
+        "plain_weights": "ablation: class weights by counts, however few other classes a client has",
+        "no_cutmix": "ablation: no pieces of other images",
+        "no_turns": "ablation: no quarter turns and mirror images",
+    }
+    at_client = frozenset({"own", "prior"})
+    quick = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Weights with batch-normalisation statistics, and class counts."""
+        return frozenset({"weights", "bn_stats", *(["class_counts"] if self.config.counts == "sent" else [])})
+
+    @property
+    def loss(self) -> str | None:
+        """Balanced, whatever the run's recipe says."""
+        return self.config.loss
+
+    @property
+    def ways_alone(self) -> tuple[str, ...]:
+        """What it uploads, and what it starts from at the client."""
+        return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+
+    @property
+    def leaves(self) -> str:
+        """What leaves the hospital."""
+        counts = " and the number of training images per class" if self.config.counts == "sent" else ""
+        return (
+            f"The trained network with its batch-normalisation statistics{counts}; the server inverts it into images."
+        )
+
+    @property
+    def refuses_mixed_models(self) -> str:
+        """Nothing: clients teach by their answers, whatever their architecture."""
+        return ""
+
+    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
+        """The network, and how many images of each class it has seen."""
+        return parts.teachers.send_network(client, ctx.with_loss(self.loss), self.config.counts == "sent")
+
+    # --- at the server ---------------------------------------------------------------------------------
+
+    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        """Images from each network alone, and one student that learns the consensus of all networks on them."""
+        config = self.config
+        classes = len(ctx.task.classes)
+        networks = parts.teachers.load_ensemble(
+            uploads,
+            ctx,
+            batch=config.batch,
+            at_once=None,
+            passes={},  # one network's are never enough to pay for a compilation
+            bn_distance=config.bn_distance,
+            batchnorm_for=self.name,
+        )
+        counts = parts.teachers.class_counts(uploads, classes)
+        weights = parts.teachers.class_weights(counts, config.weights)
+        if config.invert == "alone":
+            sources = {upload.client: networks.subset([i]) for i, upload in enumerate(uploads)}
+            mixes = {upload.client: counts[i] for i, upload in enumerate(uploads)}
+        else:
+            sources, mixes = {"everyone": networks}, {"everyone": counts.sum(0)}
+        if config.labels == "balanced":
+            mixes = {name: mix * 0 + 1 for name, mix in mixes.items()}
+        pool = parts.pool.invert_each(
+            sources, mixes, self._inversion(ctx), max(1, config.pool // len(sources)), config.storage, ctx
+        )
+        teacher = steps.trajectory.Teacher(networks, config.temperature, config.teacher, weights.to(ctx.device), "none")
+        student = parts.pool.distil(
+            pool,
+            teacher,
+            ctx,
+            total=config.steps_distil,
+            batch=config.batch,
+            lr=config.lr,
+            schedule=config.schedule,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            turns=config.turns,
+            cutmix=config.cutmix,
+        )
+        parts.pool.describe(pool, sources, teacher, student, ctx)
+        ctx.record.flops += parts.pool.flops(
+            [upload.task.model for upload in uploads],
+            pool.images * config.steps,
+            len(uploads) // len(sources),  # networks that each image is asked of: its own, or all
+            config.batch * config.steps_distil,
+            ctx,
+        )
+        reply = Reply(student.state(), {"architecture": ctx.task.model})
+        return [reply for _ in uploads]
+
+    def _inversion(self, ctx: Context) -> InversionSettings:
+        config, size = self.config, ctx.task.image_size
+        jitter = config.jitter if config.jitter is not None else (30 if size > 128 else 2)
+        return steps.inversion.InversionSettings(
+            steps=config.steps,
+            batch=config.batch,
+            lr=config.lr_synthesis,
+            alpha_tv=config.alpha_tv,
+            alpha_bn=config.alpha_bn,
+            jitter=min(jitter, size - 1),
+        )
+
+    # --- back at the client ----------------------------------------------------------------------------
+
+    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
+        """The own network, or its mixture with the student where that is better beyond chance; or the student."""
+        student = parts.students.global_student(reply, ctx)
+        if self.config.prior == "uniform":
+            return student
+        return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)

@@ -1,0 +1,91 @@
+"""The gate at the client: its own model, mixed with the shared one or not, and referral of classes it seldom sees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedbicross.bundle import validate
+from fedbicross.engine.combine import NEVER, log_prior
+from fedbicross.engine.device import to_device
+from fedbicross.engine.predict import load_model, member_logits
+from fedbicross.errors import MethodError
+from fedbicross.exchange import Predictor
+from fedbicross.steps.gate import FLATNESS, Choice, choose, referral
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from fedbicross.context import Context
+    from fedbicross.exchange import Client
+
+
+def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
+    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone."""
+    validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
+    rows = ctx.validation_rows(client)
+    counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
+    labels = torch.from_numpy(client.labels)
+    on_own_images = _log_probabilities(shared, client.images, ctx)
+    choice = choose(_log_probabilities(own, client.images[rows], ctx), on_own_images[rows], labels[rows], counts)
+    single = len(shared.states) == 1  # a referral is answered by one network
+    referred = referral(on_own_images, labels, counts) if single else None
+    _describe(ctx, client, choice, referred)
+    if choice.share == 1 and referred is None:
+        return own
+    w = choice.share
+    (mine, b_mine), (theirs, b_theirs) = log_linear(own), log_linear(shared)
+    weights = torch.cat([w * mine, (1 - w) * theirs])
+    prior = w * b_mine.double() + (1 - w) * (b_theirs.double() + log_prior(counts, FLATNESS))
+    used = (weights > 0).any(1)
+    used[-1] |= referred is not None
+    keep = [i for i in range(len(used)) if used[i]]
+    architectures, states = (*own.architectures, *shared.architectures), (*own.states, *shared.states)
+    return Predictor(
+        ctx.task,
+        tuple(architectures[i] for i in keep),
+        tuple(states[i] for i in keep),
+        "consensus",
+        weights[keep].float(),
+        log_prior=prior.float(),
+        referral=None if referred is None else referred.float(),
+    )
+
+
+def log_linear(predictor: Predictor) -> tuple[Tensor, Tensor]:
+    """A [N,C] and b [C] with which log p(c) = Σ_i A(i,c) log p_i(c) + b(c), up to a number for each image."""
+    count, classes = len(predictor.states), len(predictor.task.classes)
+    if predictor.combine == "consensus":
+        assert predictor.class_weights is not None
+        weights, prior = predictor.class_weights, predictor.log_prior
+        b = torch.zeros(classes) if prior is None else prior
+        return weights, torch.where((weights > 0).any(0), b, NEVER)
+    if count == 1 or predictor.combine == "mean_logits":
+        return torch.full((count, classes), 1 / count), torch.zeros(classes)
+    raise MethodError("no_gate", f"networks combined by {predictor.combine} cannot be mixed with another model")
+
+
+def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | None) -> None:
+    """What was decided and by what, for the report."""
+    if not choice.images:
+        ctx.record.warn(f"{client.label}: no validation images to try the shared model on; its own model stays")
+    columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred", "from odds"]
+    classes = [] if referred is None else [name for name, mark in zip(ctx.task.classes, referred, strict=False) if mark]
+    odds = "" if referred is None else round(float(referred[-1]), 3)
+    row = [choice.images, choice.won, choice.lost, choice.share, ", ".join(classes) or "none", odds]
+    ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
+
+
+def _log_probabilities(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
+    """log p(c|x) [B,C] of a whole predictor, in float64 on the CPU."""
+    weights, b = log_linear(predictor)
+    task = predictor.task
+    networks = [
+        load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(ctx.device)
+        for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
+    ]
+    parts = torch.split(to_device(images, ctx.device), 500)
+    logits = torch.cat([member_logits(networks, part, "fp32").cpu() for part in parts], dim=1).double()
+    return (torch.einsum("nc,nbc->bc", weights.double(), logits.log_softmax(-1)) + b.double()).log_softmax(-1)

@@ -1,0 +1,7 @@
+from . import certificates as certificates
+from . import deploy as deploy
+from . import places as places
+from .version import NEWEST as NEWEST
+from .version import OLDEST as OLDEST
+from .version import TESTED as TESTED
+from .version import require_flower as require_flower

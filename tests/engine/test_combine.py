@@ -1,0 +1,142 @@
+"""How networks speak with one voice, against loops over images, classes and clients; mean rules: test_distill.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedbicross.engine.combine import NEVER, class_weights, combine_logits, contrast_counts, log_prior
+from fedbicross.errors import MethodError
+
+COUNTS = torch.tensor([[30, 0, 2], [5, 5, 5], [0, 900, 1]], dtype=torch.float64)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def log_softmax(row: list[float]) -> list[float]:
+    largest = max(row)
+    total = sum(math.exp(value - largest) for value in row)
+    return [value - largest - math.log(total) for value in row]
+
+
+def slow_consensus(
+    logits: list[list[list[float]]], weights: list[list[float]], temperature: float, prior: list[float]
+) -> list[list[float]]:
+    """softmax(T/τ), T(c) = Σ_i a(i,c) log p_i(c|x) + b(c), over the classes that somebody has."""
+    known = [c for c in range(len(prior)) if any(of_client[c] > 0 for of_client in weights)]
+    out = []
+    for image in range(len(logits[0])):
+        said = [log_softmax(of_client[image]) for of_client in logits]
+        scores = {c: prior[c] + sum(a[c] * s[c] for a, s in zip(weights, said, strict=True)) for c in known}
+        total = sum(math.exp(score / temperature) for score in scores.values())
+        out.append([math.exp(scores[c] / temperature) / total if c in scores else 0.0 for c in range(len(prior))])
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("prior", [None, [-0.1, -3.0, -1.0]])
+def test_consensus_equals_loops(temperature: float, prior: list[float] | None) -> None:
+    logits, weights = numbers(3, 5, 3), class_weights(COUNTS)
+    found = combine_logits(logits, "consensus", temperature, weights, None if prior is None else torch.tensor(prior))
+    expected = slow_consensus(logits.tolist(), weights.tolist(), temperature, prior or [0.0] * 3)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_consensus_of_one_network_is_its_own_answer() -> None:
+    logits = numbers(1, 4, 3)
+    found = combine_logits(logits, "consensus", 2.0, torch.ones(1, 3))
+    torch.testing.assert_close(found, (logits[0] / 2).softmax(1))
+
+
+def test_a_prior_moves_the_answer_as_bayes_says() -> None:
+    logits, prior = numbers(1, 4, 3), torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    joint = logits[0].softmax(1) * prior
+    found = combine_logits(logits, "consensus", 1.0, torch.ones(1, 3), prior.log())
+    torch.testing.assert_close(found, joint / joint.sum(1, keepdim=True))
+
+
+def test_a_class_that_nobody_has_gets_nothing_however_loud_the_networks_are() -> None:
+    weights = class_weights(torch.tensor([[3, 0, 1], [1, 0, 1]]))
+    logits = torch.tensor([0.0, 500.0, 0.0]).repeat(2, 4, 1)
+    for temperature in (1.0, 20.0):
+        found = combine_logits(logits, "consensus", temperature, weights)
+        assert (found[:, 1] == 0).all() and torch.allclose(found.sum(1), torch.ones(4))
+
+
+def test_who_is_sure_of_something_else_has_a_veto() -> None:
+    """Two clients share a class; one says it with 0.9, the other rules it out. A mixture of probabilities would not."""
+    logits = torch.tensor([[[0.9, 0.05, 0.05]], [[1e-9, 0.5, 0.5]]]).log()
+    weights = torch.full((2, 3), 0.5)
+    assert combine_logits(logits, "consensus", 1.0, weights)[0, 0] < 0.01
+    assert combine_logits(logits, "class_weighted", 1.0, weights)[0, 0] > 0.4
+
+
+def test_answers_stay_finite_where_every_expert_is_sure_of_another() -> None:
+    logits = torch.tensor([[[0.0, 3e4]], [[3e4, 0.0]]])
+    for weights in (torch.eye(2), torch.full((2, 2), 0.5)):
+        found = combine_logits(logits, "consensus", 1.0, weights)
+        assert found.isfinite().all() and torch.allclose(found, torch.full((1, 2), 0.5))
+
+
+@pytest.mark.parametrize("how", ["consensus", "class_weighted"])
+def test_rules_by_class_need_class_weights(how: str) -> None:
+    with pytest.raises(MethodError, match=how) as caught:
+        combine_logits(numbers(2, 3, 3), how, 1.0)  # type: ignore[arg-type]
+    assert caught.value.code == "no_class_counts"
+
+
+# --- counts and priors ------------------------------------------------------------------------------------
+
+
+def slow_contrast(counts: list[list[float]]) -> list[list[float]]:
+    out = [[min(row[c], sum(row) - row[c]) for c in range(len(row))] for row in counts]
+    for c in range(len(counts[0])):
+        if all(row[c] == 0 for row in out):
+            for mine, given in zip(out, counts, strict=True):
+                mine[c] = given[c]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contrast_counts_equal_loops(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 50, (4, 5), generator=generator).double()
+    counts = counts * (torch.rand(4, 5, generator=generator) < 0.5)
+    assert contrast_counts(counts).tolist() == slow_contrast(counts.tolist())
+
+
+def test_a_hospital_of_nearly_one_class_hardly_counts_for_it() -> None:
+    counts = torch.tensor([[1000.0, 3.0], [50.0, 50.0]])
+    assert contrast_counts(counts).tolist() == [[3, 3], [50, 50]]
+    assert class_weights(contrast_counts(counts))[0, 0] < 0.06
+    assert class_weights(counts)[0, 0] > 0.95
+
+
+def test_a_class_that_nobody_can_tell_from_anything_keeps_its_counts() -> None:
+    assert contrast_counts(torch.tensor([[7.0, 0.0], [0.0, 9.0]])).tolist() == [[7, 0], [0, 9]]
+    assert contrast_counts(torch.tensor([[7.0, 0.0]])).tolist() == [[7, 0]]
+    one_knows = torch.tensor([[7.0, 0.0, 0.0], [4.0, 2.0, 0.0]])
+    assert contrast_counts(one_knows).tolist() == [[0, 0, 0], [2, 2, 0]]
+    assert contrast_counts(torch.tensor([[-2.0, 5.0, 5.0]])).tolist() == [[0, 5, 5]], "counts with privacy noise"
+
+
+@pytest.mark.parametrize("flatness", [0.0, 0.001, 0.3, 1.0])
+def test_log_prior_equals_a_loop(flatness: float) -> None:
+    counts = [6, 0, 3, 1]
+    shares = [(1 - flatness) * count / 10 + flatness / 4 for count in counts]
+    expected = torch.tensor([math.log(share) if share else NEVER for share in shares], dtype=torch.float64)
+    found = log_prior(torch.tensor(counts), flatness)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected)
+
+
+def test_log_prior_of_odd_counts_is_finite() -> None:
+    assert log_prior(torch.tensor([0, 0])).tolist() == [NEVER, NEVER]
+    assert log_prior(torch.tensor([0, 0]), 1.0).tolist() == pytest.approx([math.log(0.5)] * 2)
+    assert log_prior(torch.tensor([4, 0])).tolist() == [0, NEVER], "one class: the answer is known"
+    assert log_prior(torch.tensor([-3.0, 2.0])).tolist() == [NEVER, 0], "counts with privacy noise"

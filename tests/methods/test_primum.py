@@ -1,0 +1,430 @@
+"""primum against its algorithm written out in plain torch; resuming; hospitals with little to give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import slow
+import torch
+from torch import Tensor
+
+from fedbicross import models, pipeline
+from fedbicross.context import Context, MemoryStore
+from fedbicross.errors import ConfigError, MethodError, UploadError
+from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.federation import records, simulate
+from fedbicross.methods import METHODS, create
+from fedbicross.parts import gate
+from fedbicross.parts.pool import BLOCK
+from fedbicross.steps.augment import draw_boxes
+from fedbicross.steps.gate import Choice, Mixture
+from small import TINY_METHODS, tiny_clients, tiny_context
+
+TINY = TINY_METHODS["primum"]
+
+
+def uneven(count: int = 3) -> list[Client]:
+    """Clients of different class mixes; the last lacks a class."""
+    clients = tiny_clients(count)
+    for index, client in enumerate(clients):
+        labels = client.labels.copy()
+        labels[: 8 * index] = index % 3
+        clients[index] = replace(client, labels=labels)
+    return clients
+
+
+@pytest.fixture(scope="module")
+def trained() -> Context:
+    ctx = tiny_context()
+    for client in uneven():
+        ctx.with_loss("balanced").local_model(client)
+    return ctx
+
+
+@pytest.fixture(scope="module")
+def uploads(trained: Context) -> list[Upload]:
+    return [create("primum").upload(client, trained) for client in uneven()]
+
+
+def tiny(spec: str = "primum", **settings: Any) -> Any:
+    return create(spec, {"primum": {**TINY, **settings}})
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------
+
+
+def slow_weights(counts: list[list[float]], by: str) -> list[list[float]]:
+    """a(i,c), with min(n(i,c), Σ_d≠c n(i,d)) for n(i,c) where that is asked for."""
+    classes = range(len(counts[0]))
+    if by == "contrast":
+        told = [[min(row[c], sum(row) - row[c]) for c in classes] for row in counts]
+        totals = [sum(row[c] for row in told) for c in classes]
+        counts = [[t[c] if totals[c] else row[c] for c in classes] for t, row in zip(told, counts, strict=True)]
+    totals = [sum(row[c] for row in counts) for c in classes]
+    return [[row[c] / totals[c] if totals[c] else 0.0 for c in classes] for row in counts]
+
+
+def slow_teacher(networks: Sequence[torch.nn.Module], x: Tensor, weights: Tensor, config: Any) -> Tensor:
+    """Soft labels, client by client."""
+    tau = config.temperature
+    with torch.no_grad():
+        logits = [network(x) for network in networks]
+    if config.teacher == "mean_logits":
+        return (sum(logits) / len(logits) / tau).softmax(1)
+    if config.teacher == "class_weighted":
+        total = sum(a * (z / tau).softmax(1) for a, z in zip(weights, logits, strict=True))
+        return total / total.sum(1, keepdim=True)
+    return (sum(a * z.log_softmax(1) for a, z in zip(weights, logits, strict=True)) / tau).softmax(1)
+
+
+def slow_batch(
+    networks: Sequence[torch.nn.Module], mix: list[float], name: str, number: int, config: Any, ctx: Context
+):
+    """One batch of images: torch.optim.Adam on the pixels."""
+    shares = np.array(mix) / sum(mix)
+    drawn = ctx.rng("labels", name, f"batch-{number}").choice(len(mix), config.batch, p=shares)
+    rng = ctx.torch_rng("synthesis", name, f"batch-{number}")
+    size = ctx.task.image_size
+    x = torch.randn((config.batch, 3, size, size), generator=rng)
+    shifts = torch.randint(-2, 3, (config.steps, 2), generator=rng).tolist()
+    x.requires_grad_(True)
+    adam = torch.optim.Adam([x], lr=config.lr_synthesis)
+    terms = SimpleNamespace(ce="mean_logits", bn_reduction="mean", alpha_tv=config.alpha_tv, alpha_bn=config.alpha_bn)
+    for shift in shifts:
+        adam.zero_grad()
+        seen = torch.roll(x, shift, dims=(2, 3))
+        slow.inversion_loss(networks, seen, torch.from_numpy(drawn), terms).backward()
+        adam.step()
+    return x.detach()
+
+
+def slow_student(uploads: list[Upload], config: Any, ctx: Context) -> dict[str, Tensor]:
+    """The server's work with loops; only the random draws are the product's own."""
+    networks = slow.networks(uploads, ctx)
+    counts = [[float(n) for n in upload.class_counts] if upload.class_counts else [1.0] * 3 for upload in uploads]
+    weights = torch.tensor(slow_weights(counts, config.weights))
+    if config.invert == "alone":
+        asked = [([network], counts[i], uploads[i].client) for i, network in enumerate(networks)]
+    else:
+        asked = [(networks, [sum(row[c] for row in counts) for c in range(3)], "everyone")]
+    images = []
+    for members, mix, name in asked:
+        for number in range(max(1, config.pool // len(asked))):
+            wanted = [1.0] * 3 if config.labels == "balanced" else mix
+            images.append(slow_batch(members, wanted, name, number, config, ctx))
+    pool = torch.cat(images)
+
+    pupil, size = slow.Pupil(config, ctx), ctx.task.image_size
+    rng = ctx.torch_rng("distillation", "block-0")
+    rows = torch.randint(len(pool), (BLOCK, config.batch), generator=rng)
+    kinds = torch.randint(8 if config.turns else 1, (BLOCK, config.batch), generator=rng)
+    boxes = draw_boxes(BLOCK * config.batch, size, rng).view(BLOCK, config.batch, 4)
+    for step in range(config.steps_distil):
+        seen = []
+        for row, kind in zip(rows[step], kinds[step].tolist(), strict=True):
+            image = torch.rot90(pool[row], kind % 4, dims=(1, 2))
+            seen.append(image.flip(2) if kind >= 4 else image)
+        whole = torch.stack(seen)
+        x = whole.clone()
+        if config.cutmix and (step + 1) % config.cutmix == 0:
+            for i, (top, bottom, left, right) in enumerate(boxes[step].tolist()):
+                x[i, :, top:bottom, left:right] = whole[i - 1, :, top:bottom, left:right]
+        soft = slow_teacher(networks, x, weights, config)
+        log_q = (pupil.network(x) / config.temperature).log_softmax(1)
+        loss = (soft * (soft.clamp_min(1e-300).log() - log_q)).sum(1).mean() * config.temperature**2
+        pupil.step(loss, slow.rate(config, step, config.steps_distil))
+    return pupil.network.state_dict()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("spec", "settings", "other"),
+    [
+        ("primum", {}, {"weights": "counts"}),
+        ("primum", {"pool": 6, "alpha_bn": 1.0}, {"alpha_bn": 2.0}),
+        ("primum:together", {}, {"labels": "own"}),
+        ("primum:balanced_labels", {"cutmix": 1}, {"cutmix": 2}),
+        ("primum:mean_teacher", {"schedule": "step"}, {"teacher": "consensus"}),
+        ("primum:mixture_teacher", {"temperature": 2.0}, {"temperature": 4.0}),
+        ("primum:plain_weights", {"alpha_tv": 0.1}, {"alpha_tv": 0.0}),
+        ("primum:no_cutmix", {}, {"cutmix": 3}),
+        ("primum:no_turns", {"momentum": 0.5}, {"turns": True}),
+    ],
+)
+def test_equals_the_algorithm_in_plain_torch(
+    spec: str, settings: dict[str, Any], other: dict[str, Any], uploads: list[Upload]
+) -> None:
+    method = tiny(spec, **settings)
+    replies = method.fuse(uploads, tiny_context())
+    assert len(replies) == 3 and replies[0] is replies[2], "one student for everyone"
+    slow.assert_same_state(replies[0].tensors, slow_student(uploads, method.config, tiny_context()))
+    changed = method.config.model_copy(update=other)
+    with pytest.raises(AssertionError):  # the comparison is fine enough to tell the variants apart
+        slow.assert_same_state(replies[0].tensors, slow_student(uploads, changed, tiny_context()))
+
+
+@pytest.mark.usefixtures("float64")
+def test_without_class_counts_everyone_counts_alike(uploads: list[Upload]) -> None:
+    secret = [replace(upload, class_counts=None) for upload in uploads]
+    method = tiny("primum:no_counts")
+    found = method.fuse(secret, tiny_context())[0].tensors
+    slow.assert_same_state(found, slow_student(secret, method.config, tiny_context()))
+
+
+def test_what_leaves(trained: Context, uploads: list[Upload]) -> None:
+    client = uneven()[1]
+    balanced = trained.with_loss("balanced").local_model(client).state
+    assert all(torch.equal(uploads[1].tensors[name], value) for name, value in balanced.items())
+    assert uploads[1].class_counts == client.class_counts(3) and uploads[1].num_samples is None
+    assert "class" in tiny().leaves and "class_counts" in tiny().needs
+    secret = tiny("primum:no_counts")
+    assert secret.upload(client, trained).class_counts is None
+    assert "number of training images" not in secret.leaves and "class_counts" not in secret.needs
+    plain = tiny("primum:cross_entropy").upload(client, trained)
+    own = trained.local_model(client).state
+    assert all(torch.equal(plain.tensors[name], value) for name, value in own.items())
+
+
+def test_the_recipe_of_the_run_does_not_change_the_loss() -> None:
+    client = tiny_clients(1)[0]
+    first, second = (tiny().upload(client, tiny_context(loss=loss)) for loss in ("balanced", "cross_entropy"))
+    assert first.pack() == second.pack()
+
+
+def test_jitter_by_image_size_and_never_beyond_the_image() -> None:
+    for size, given, expected in ((12, None, 2), (2, None, 1), (224, None, 30), (28, 5, 5), (28, 0, 0)):
+        ctx = tiny_context(size=size)
+        assert tiny(jitter=given)._inversion(ctx).jitter == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("pool", 0), ("batch", 1), ("steps", 0), ("temperature", 0), ("lr", 0), ("cutmix", -1), ("momentum", 1.0)),
+        *(("teacher", "best"), ("weights", "equal"), ("prior", "mine"), ("loss", "focal"), ("storage", "uint4")),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        tiny(**{setting: value})
+
+
+def test_every_variant_but_the_student_shares_the_gate() -> None:
+    for variant in METHODS["primum"].variants:
+        assert tiny(f"primum:{variant}").config.prior == ("uniform" if variant == "student" else "own")
+
+
+# --- killed and resumed -----------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal(MemoryStore):
+    """Refuses everything after so many files, and tells what it was given."""
+
+    def __init__(self, budget: int = 1000) -> None:
+        super().__init__()
+        self.budget, self.names = budget, list[str]()
+
+    def save(self, name: str, data: bytes) -> None:
+        if self.budget == 0:
+            raise Killed
+        self.budget -= 1
+        self.names.append(name.rpartition("/")[2])
+        super().save(name, data)
+
+
+def fuse(
+    method: Any, uploads: Sequence[Upload], store: MemoryStore, fast: bool = False
+) -> tuple[bytes, dict[str, Any]]:
+    ctx = replace(tiny_context(), store=store, seconds_between_stages=0.0, fast=fast)
+    reply = method.fuse(uploads, ctx)[0]
+    return reply.pack(), ctx.record.as_json()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+def test_cut_in_the_pool_and_in_the_distillation_it_ends_with_the_same_bytes(
+    storage: str, fast: bool, uploads: list[Upload]
+) -> None:
+    method = tiny(pool=6, storage=storage, steps_distil=4)
+    whole = Mortal()
+    expected = fuse(method, uploads, whole, fast)
+    made = ["pool.safetensors"] * (2 if fast else 6)  # a batch of each client at once, or one batch
+    assert whole.names == [*made, *["distillation.safetensors"] * 4, "pool.png"]
+    store = Mortal()
+    for files in range(len(whole.names)):  # one run, killed after each of its files
+        store.budget = files - len(store.names)
+        with pytest.raises(Killed):
+            fuse(method, uploads, store, fast)
+    store.budget = 1000
+    assert fuse(method, uploads, store, fast) == expected
+    assert store.names == whole.names, "nothing is made twice"
+
+
+def test_a_pool_that_is_there_is_not_inverted_again(uploads: list[Upload], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, method = Mortal(), tiny(pool=3, steps_distil=3)
+    expected = fuse(method, uploads, store)[0]
+    ctx = replace(tiny_context(), store=store)
+    ctx.drop_stage("distillation")
+    monkeypatch.setattr("fedbicross.steps.inversion.Inversion.start", lambda *given: pytest.fail("inverted again"))
+    assert method.fuse(uploads, ctx)[0].pack() == expected
+
+
+# --- back at the client -----------------------------------------------------------------------------------
+
+
+def student_of(reply: Reply) -> dict[str, Tensor]:
+    return dict(reply.tensors)
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def reply(uploads: list[Upload]) -> Reply:
+    return tiny().fuse(uploads, tiny_context())[0]
+
+
+def test_the_student_alone_is_for_patients_from_anywhere(reply: Reply, trained: Context) -> None:
+    predictor = tiny("primum:student").personalize(uneven()[0], reply, trained)
+    assert predictor.architectures == ("resnet8",) and predictor.log_prior is None
+    assert same(predictor.states[0], student_of(reply))
+
+
+def test_a_client_keeps_its_own_network_or_gets_both(
+    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, own = uneven()[0], trained.with_loss("balanced").local_model(uneven()[0]).state
+    for accepted in (True, False):
+        monkeypatch.setattr(gate, "choose", lambda *given, yes=accepted: Choice(Mixture(0.4), yes, 2))
+        predictor = tiny().personalize(client, reply, trained)
+        assert predictor.combine == "consensus" and len(predictor.states) == 1 + accepted
+        assert same(predictor.states[0], own)
+        if accepted:
+            assert same(predictor.states[1], student_of(reply))
+
+
+def test_the_gate_of_a_client_trained_by_cross_entropy_does_not_add_its_class_mix_twice(
+    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def keep(*given: Any) -> Choice:
+        asked.append(given[-1])
+        return Choice(Mixture(), False, 2)
+
+    monkeypatch.setattr(gate, "choose", keep)
+    predictors = [tiny(spec).personalize(uneven()[0], reply, trained) for spec in ("primum", "primum:cross_entropy")]
+    assert asked == [False, True]
+    assert predictors[0].log_prior is not None and predictors[1].log_prior is None
+
+
+def test_a_reply_that_is_no_network_is_refused(reply: Reply, trained: Context) -> None:
+    client = uneven()[0]
+    for spec in ("primum", "primum:student"):
+        method = tiny(spec)
+        with pytest.raises(UploadError) as caught:
+            pipeline.personalize(method, client, Reply(reply.tensors, {"architecture": "cnn"}), trained, "x")
+        assert caught.value.code == "architecture"
+
+
+# --- odd federations --------------------------------------------------------------------------------------
+
+
+def finite(predictors: dict[str, Predictor], images: np.ndarray) -> dict[str, np.ndarray]:
+    found = {name: predictor.probabilities(images) for name, predictor in predictors.items()}
+    for answers in found.values():
+        assert np.isfinite(answers).all() and np.allclose(answers.sum(1), 1, atol=1e-4)
+    return found
+
+
+def test_one_client_alone() -> None:
+    clients, ctx = tiny_clients(1), tiny_context()
+    finite(simulate(tiny(), clients, ctx), clients[0].images)
+    assert len(ctx.store.load("replies/seed-0/method/client-0.safetensors") or b"") > 0
+
+
+def test_hospitals_with_one_class_each() -> None:
+    clients = [replace(c, labels=np.full_like(c.labels, i)) for i, c in enumerate(tiny_clients(3))]
+    found = finite(simulate(tiny(), clients, tiny_context()), clients[0].images)
+    assert len(found) == 3
+
+
+def test_a_hospital_with_one_class_among_others() -> None:
+    clients = tiny_clients(3)
+    clients[0] = replace(clients[0], labels=np.full_like(clients[0].labels, 1))
+    ctx = tiny_context()
+    finite(simulate(tiny(), clients, ctx), clients[1].images)
+    upload = Upload.unpack(ctx.store.load("uploads/seed-0/method/client-0.safetensors") or b"")
+    assert upload.class_counts == [0, 24, 0]
+
+
+def test_a_class_that_nobody_has() -> None:
+    clients, ctx = tiny_clients(3, classes=2), tiny_context(classes=3)
+    finite(simulate(tiny(), clients, ctx), clients[0].images)
+    for spec in ("ensemble:consensus", "local_only:balanced"):
+        found = finite(simulate(create(spec), clients, replace(ctx, scope=f"seed-0/{spec}")), clients[0].images)
+        assert all((answers[:, 2] == 0).all() for answers in found.values())
+
+
+def test_clients_with_too_few_images_for_validation_keep_their_own_network_and_are_told() -> None:
+    clients = [Client(c.name, c.images[:n], c.labels[:n]) for c, n in zip(tiny_clients(3), (24, 9, 1), strict=True)]
+    ctx = tiny_context()
+    predictors = simulate(tiny(), clients, ctx)
+    finite(predictors, clients[0].images)
+    for client in clients[1:]:
+        own = ctx.with_loss("balanced").local_model(client).state
+        assert len(predictors[client.name].states) == 1 and same(predictors[client.name].states[0], own)
+    warnings = [text for record in records(ctx, [c.name for c in clients], 1) for text in record["warnings"]]
+    told = [text for text in warnings if "no validation images" in text]
+    assert len(told) == 2 and "client-1" in told[0] and "client-2" in told[1]
+
+
+def test_mixed_architectures_teach_one_student_of_the_runs(trained: Context) -> None:
+    clients = uneven()
+    ctx = replace(trained, scope="seed-0/mixed", client_models={"client-1": "wrn16_2"})
+    finite(simulate(tiny("primum:student"), clients, ctx), clients[0].images)
+    predictors = simulate(tiny(), clients, replace(ctx, scope="seed-0/mixed-own"))
+    finite(predictors, clients[0].images)
+    assert predictors["client-1"].architectures[0] == "wrn16_2"
+    reply = Reply.unpack(ctx.store.load("replies/seed-0/mixed/client-1.safetensors") or b"")
+    assert reply.info["architecture"] == "resnet8"
+
+
+def test_the_order_of_clients_changes_nothing() -> None:
+    clients = uneven()
+    first = simulate(tiny(), clients, tiny_context())
+    second = simulate(tiny(), [clients[2], clients[0], clients[1]], tiny_context())
+    assert {name: p.pack() for name, p in first.items()} == {name: p.pack() for name, p in second.items()}
+
+
+def test_a_network_without_batch_normalisation_is_refused() -> None:
+    with pytest.raises(MethodError) as caught:
+        simulate(tiny(), tiny_clients(2), tiny_context(model="cnn"))
+    assert caught.value.code == "needs_bn_stats"
+
+
+def test_a_client_that_keeps_its_counts_is_refused_unless_nobody_sends_them(uploads: list[Upload]) -> None:
+    secret = [uploads[0], replace(uploads[1], class_counts=None)]
+    with pytest.raises(MethodError) as caught:
+        pipeline.fuse(tiny(), secret, tiny_context(), "server")
+    assert caught.value.code == "needs_class_counts"
+
+
+@pytest.mark.parametrize("spec", ["primum", "primum:together"])
+def test_the_server_counts_the_passes_of_every_network(spec: str, uploads: list[Upload]) -> None:
+    method, ctx = tiny(spec, pool=6), tiny_context()
+    method.fuse(uploads, ctx)
+    one, config = models.forward_flops("resnet8", 3, 3, 12), method.config
+    by = 3 if spec == "primum:together" else 1
+    inverted = 6 * config.batch * config.steps * 2 * by
+    assert ctx.record.flops == (inverted + config.batch * config.steps_distil * (3 + 3)) * one

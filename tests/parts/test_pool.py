@@ -1,0 +1,202 @@
+"""The pool and its student: labels, draws, what is recorded and what it costs. The whole: methods/test_primum.py."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fedbicross import models
+from fedbicross.context import Context
+from fedbicross.engine.ensemble import Ensemble
+from fedbicross.engine.student import Student
+from fedbicross.errors import MethodError
+from fedbicross.methods import create
+from fedbicross.parts import pool as module
+from fedbicross.parts import teachers
+from fedbicross.steps.inversion import InversionSettings
+from fedbicross.steps.pool import Pool
+from fedbicross.steps.trajectory import Teacher
+from small import tiny_clients, tiny_context
+
+SETTINGS = InversionSettings(steps=2, batch=8)
+LEARN: dict[str, Any] = {"batch": 6, "lr": 0.1, "schedule": "cosine", "momentum": 0.9, "weight_decay": 5e-4}
+LEARN |= {"turns": True, "cutmix": 2}
+
+
+@pytest.fixture(scope="module")
+def networks() -> Ensemble:
+    ctx = tiny_context()
+    return teachers.load("primum", [create("primum").upload(c, ctx) for c in tiny_clients(3)], ctx)
+
+
+def sources(networks: Ensemble) -> dict[str, Ensemble]:
+    return {f"client-{i}": networks.subset([i]) for i in range(3)}
+
+
+MIXES = {
+    "client-0": torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64),
+    "client-1": torch.tensor([0.0, 5.0, 0.0], dtype=torch.float64),
+    "client-2": torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64),
+}
+
+
+def invert(networks: Ensemble, ctx: Context, each: int = 2) -> Pool:
+    return module.invert_each(sources(networks), MIXES, SETTINGS, each, "fp32", ctx)
+
+
+def teacher(networks: Ensemble) -> Teacher:
+    return Teacher(networks, 4.0, "consensus", torch.full((3, 3), 1 / 3), "none")
+
+
+# --- images -----------------------------------------------------------------------------------------------
+
+
+def test_every_client_gives_as_many_batches_with_labels_of_its_own_classes(networks: Ensemble) -> None:
+    ctx = tiny_context()
+    pool = invert(networks, ctx)
+    assert (len(pool), pool.images) == (6, 48)
+    for number in range(6):
+        batch = pool.batch(number)
+        name = f"client-{number // 2}"
+        assert batch["source"].tolist() == [number // 2] * 8
+        expected = ctx.rng("labels", name, f"batch-{number % 2}").choice(
+            3, 8, p=(MIXES[name] / MIXES[name].sum()).numpy()
+        )
+        assert batch["labels"].tolist() == expected.tolist()
+    assert set(pool.batch(0)["labels"].tolist()) <= {0, 2} and set(pool.batch(2)["labels"].tolist()) == {1}
+    assert not torch.equal(pool.batch(4)["images"], pool.batch(5)["images"]), "each batch from noise of its own"
+
+
+def test_images_of_a_client_do_not_depend_on_who_else_is_there(networks: Ensemble) -> None:
+    everyone, alone = invert(networks, tiny_context()), sources(networks)["client-2"]
+    pool = module.invert_each({"client-2": alone}, MIXES, SETTINGS, 2, "fp32", tiny_context())
+    assert torch.equal(pool.batch(0)["images"], everyone.batch(4)["images"])
+
+
+def test_the_labels_follow_the_class_mix() -> None:
+    ctx, count = tiny_context(), 0
+    for number in range(50):
+        drawn = ctx.rng("labels", "client-0", f"batch-{number}").choice(3, 64, p=[0.25, 0.0, 0.75])
+        count += int((drawn == 0).sum())
+    assert count / 3200 == pytest.approx(0.25, abs=0.04)
+
+
+# --- draws ------------------------------------------------------------------------------------------------
+
+
+def filled(images: int = 5) -> Pool:
+    pool = Pool(1, "fp32")
+    pool.add(torch.zeros(images, 3, 12, 12), torch.zeros(images, dtype=torch.long))
+    return pool
+
+
+def test_any_step_can_be_drawn_again() -> None:
+    there = module._Draws(filled(), 4, True, 2, tiny_context())
+    back = module._Draws(filled(), 4, True, 2, tiny_context())
+    forth = {step: there.at(step) for step in (0, 1, 99, 100, 101, 250)}
+    for step in (250, 101, 0, 100, 99, 1):
+        assert all(torch.equal(a, b) for a, b in zip(back.at(step), forth[step], strict=True))
+    assert not torch.equal(forth[0][0], forth[100][0]), "another block, another stream"
+
+
+@pytest.mark.parametrize(("cutmix", "cut"), [(0, []), (1, list(range(12))), (2, [1, 3, 5, 7, 9, 11]), (5, [4, 9])])
+def test_pieces_of_other_images_come_every_so_many_steps(cutmix: int, cut: list[int]) -> None:
+    draws = module._Draws(filled(), 64, True, cutmix, tiny_context())
+    found = []
+    for step in [*range(12), *range(100, 112)]:
+        rows, kinds, boxes = draws.at(step)
+        assert rows.shape == kinds.shape == (64,) and boxes.shape == (64, 4)
+        assert int(rows.min()) >= 0 and int(rows.max()) < 5 and boxes.max() <= 12
+        if bool(boxes.any()):
+            found.append(step)
+    later = [step for step in range(100, 112) if cutmix and step % cutmix == cutmix - 1]
+    assert found == [*cut, *later]
+
+
+def test_without_turns_images_stay_upright() -> None:
+    upright = module._Draws(filled(), 64, False, 0, tiny_context()).at(0)[1]
+    turned = module._Draws(filled(), 64, True, 0, tiny_context()).at(0)[1]
+    assert not upright.any() and set(turned.tolist()) == set(range(8))
+
+
+# --- the student ------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_no_numbers_are_not_handed_out(networks: Ensemble) -> None:
+    ctx = tiny_context()
+    with pytest.raises(MethodError, match="lower its lr") as caught:
+        module.distil(invert(networks, ctx), teacher(networks), ctx, total=4, **{**LEARN, "lr": 1e30})
+    assert caught.value.code == "diverged"
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step", "constant"])
+def test_the_rate_of_every_step(schedule: str, networks: Ensemble, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx, rates = tiny_context(), list[float]()
+    plain = Student.update
+
+    def update(self: Student, gradients: Any, rate: Tensor, *rest: float) -> None:
+        rates.append(float(rate))
+        plain(self, gradients, rate, *rest)
+
+    monkeypatch.setattr(Student, "update", update)
+    module.distil(invert(networks, ctx), teacher(networks), ctx, total=8, **{**LEARN, "schedule": schedule})
+    expected = {
+        "cosine": [0.05 * (1 + np.cos(np.pi * step / 8)) for step in range(8)],
+        "step": [0.1] * 4 + [0.01] * 2 + [0.001] * 2,
+        "constant": [0.1] * 8,
+    }
+    assert rates == pytest.approx(expected[schedule])
+
+
+# --- what is told of it -----------------------------------------------------------------------------------
+
+
+def test_the_record_tells_of_images_student_and_loss(networks: Ensemble) -> None:
+    ctx = tiny_context()
+    pool = invert(networks, ctx)
+    student = module.distil(pool, teacher(networks), ctx, total=3, **LEARN)
+    module.describe(pool, sources(networks), teacher(networks), student, ctx)
+    found = ctx.record.diagnosis
+    rows = found["tables"]["images inverted from the networks"]["rows"]
+    agree = []
+    for i, (name, source) in enumerate(sources(networks).items()):
+        batches = [pool.batch(2 * i), pool.batch(2 * i + 1)]
+        right = sum(int((source.logits(b["images"])[0].argmax(1) == b["labels"]).sum()) for b in batches)
+        assert rows[i] == [name, pytest.approx(right / 16, abs=1e-4)]
+        agree += [
+            student.eval_logits(b["images"]).argmax(1) == teacher(networks).original(b["images"]).argmax(1)
+            for b in batches
+        ]
+    (agreement,) = found["scalars"].values()
+    assert agreement == pytest.approx(float(torch.cat(agree).double().mean()), abs=1e-4)
+    assert "student: distillation loss" in found["curves"]
+    (strip,) = found["image_strips"].values()
+    picture = Image.open(io.BytesIO(ctx.store.load(strip["images"]) or b""))
+    assert picture.size[0] > picture.size[1] > 0 and strip["rows"] == ["class-0", "class-1", "class-2"]
+
+
+def test_networks_that_do_not_know_their_own_images_are_named(
+    networks: Ensemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share, told in ((1.1, True), (-0.1, False)):
+        monkeypatch.setattr(module, "RECOGNISED", share)
+        ctx = tiny_context()
+        pool = invert(networks, ctx, each=1)
+        student = Student(ctx.new_model(ctx.torch_rng("student", "0")), "cpu", "fp32", False, 1)
+        module.describe(pool, sources(networks), teacher(networks), student, ctx)
+        assert any("client-0" in text and "alpha_bn" in text for text in ctx.record.warnings) == told
+
+
+def test_costs_are_forward_passes() -> None:
+    ctx = tiny_context()
+    small, large = (models.forward_flops(name, 3, 3, 12) for name in ("resnet8", "wrn16_2"))
+    # 40 image-steps shared evenly by two networks, 2 passes each; 70 images by both teachers and a resnet8 of 3 passes.
+    alone = 40 * (small + large) + 70 * (small + large + 3 * small)
+    assert module.flops(["resnet8", "wrn16_2"], 40, 1, 70, ctx) == alone
+    assert module.flops(["resnet8", "wrn16_2"], 40, 2, 70, ctx) == alone + 40 * (small + large)

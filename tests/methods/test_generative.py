@@ -1,10 +1,9 @@
-"""What DAFL, DENSE and Co-Boosting share: replay, resuming, refusing, costs, and the diagnosis of a run."""
+"""What DAFL, DENSE and Co-Boosting share, beside what test_synthesis.py tests for them: costs, and the diagnosis."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from PIL import Image
 
 from fedbicross import models
-from fedbicross.context import Context, MemoryStore
+from fedbicross.context import Context
 from fedbicross.errors import ConfigError
 from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
 from fedbicross.steps import generators
-from small import TINY_METHODS, Killed, Mortal, tiny_clients, tiny_context
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 NAMES = ["dafl", "dense", "co_boosting"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -46,38 +45,6 @@ def tiny(spec: str, **settings: Any) -> Any:
     return create(spec, {name: {**TINY_METHODS[name], **SMALL, **settings}})
 
 
-# --- killed and resumed ----------------------------------------------------------------------------------
-
-
-def fuse(method: Any, uploads: Sequence[Upload], store: MemoryStore) -> tuple[list[bytes], dict[str, Any]]:
-    ctx = tiny_context()
-    ctx.store, ctx.seconds_between_stages = store, 0
-    replies = method.fuse(uploads, ctx)
-    return [reply.pack() for reply in replies], ctx.record.as_json()
-
-
-RESUMED = ["dafl", "dense", "dense:authors_code", "co_boosting", "co_boosting:authors_code"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", RESUMED)
-def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
-    method, whole = tiny(spec), Mortal(budget=1000)
-    expected, record = fuse(method, uploads, whole)
-    count = len(whole.names)
-    assert count >= 5, "every step is kept, and the picture"
-    store, kills = Mortal(0), sorted({1, 2, 3, count // 2 + 1, count - 1})
-    for files in kills:  # one run, killed again and again
-        store.budget = files - len(store.names)
-        with pytest.raises(Killed):
-            fuse(method, uploads, store)
-    store.budget = 1000
-    again, resumed = fuse(method, uploads, store)
-    assert again == expected, f"killed after {kills} of {count} files"
-    assert resumed == record, "the diagnosis tells of the whole run, not only of its end"
-    assert len(store.names) == count, "the work before a kill is not repeated"
-
-
 # --- bad input -------------------------------------------------------------------------------------------
 
 
@@ -97,16 +64,6 @@ def test_bad_settings_are_refused_by_name(name: str) -> None:
         }.items():
             with pytest.raises(ConfigError, match=f"method.{name}.{key}"):
                 create(name, {name: {key: value}})
-
-
-@pytest.mark.slow
-@each
-def test_clients_of_different_architectures_teach_together(name: str, trained: Context) -> None:
-    clients = tiny_clients(3)
-    ctx = replace(trained, scope=f"seed-0/mixed-{name}", client_models={"client-1": "wrn16_2", "client-2": "vgg8"})
-    predictors = simulate(tiny(name), clients, ctx)
-    assert all(predictor.architectures == ("resnet8",) for predictor in predictors.values())
-    assert np.isfinite(predictors["client-1"].probabilities(clients[1].images)).all()
 
 
 @pytest.mark.slow

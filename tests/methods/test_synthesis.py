@@ -14,7 +14,6 @@ import slow
 import torch
 from PIL import Image
 
-from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import ConfigError, MethodError
@@ -71,17 +70,23 @@ RESUMED = [
     "fedbicross:ema",
     "fedbicross:uniform",
 ]
+SHORT = {"epochs": 2, "steps": 2}
+CASES = [
+    *((spec, {}) for spec in RESUMED),
+    ("fedisca", {"memory": 3}),
+    *((spec, SHORT) for spec in (*GENERATIVE, "dense:authors_code", "co_boosting:authors_code")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "settings"), [*((spec, {}) for spec in RESUMED), ("fedisca", {"memory": 3})])
+@pytest.mark.parametrize(("spec", "settings"), CASES)
 def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, settings: dict, uploads: list[Upload]) -> None:
     method = tiny(spec, **settings)
     whole = Mortal(budget=1000)
     expected, record, _ = fuse(method, uploads, whole)
     count = len(whole.names)
-    assert count >= 6, "every step but the last is kept, and the picture"
-    store, kills = Mortal(0), sorted({1, 3, count // 2 + 1, count - 2, count - 1})
+    assert count >= 5, "every step, or all but the last, is kept, and the picture"
+    store, kills = Mortal(0), sorted({1, 2, 3, count // 2 + 1, count - 2, count - 1})
     for files in kills:  # one run, killed again and again
         store.budget = files - len(store.names)
         with pytest.raises(Killed):
@@ -90,7 +95,8 @@ def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, settings: d
     again, resumed, _ = fuse(method, uploads, store)
     assert again == expected, f"killed after {kills} of {count} files"
     assert resumed == record, "the diagnosis tells of the whole run, not only of its end"
-    assert len(store.names) <= count + len(kills), "the work before a kill is not repeated"
+    repeated = 0 if settings is SHORT else len(kills)
+    assert len(store.names) <= count + repeated, "the work before a kill is not repeated"
 
 
 @pytest.mark.slow
@@ -186,17 +192,6 @@ def test_a_class_that_nobody_has_is_survived_and_said(name: str) -> None:
         assert np.isfinite(predictors["client-0"].probabilities(clients[0].images)).all()
         warnings = [text for record in records(ctx, list(predictors), 1) for text in record["warnings"]]
         assert any("does not recognise its own images" in text and "class-3" in text for text in warnings)
-
-
-@pytest.mark.slow
-@each
-def test_clients_of_different_architectures_teach_together(name: str, uploads: list[Upload]) -> None:
-    other = tiny_context(model="wrn16_2")
-    mixed = [*uploads[:2], create(name).upload(tiny_clients(3)[2], other)]
-    replies = tiny(name).fuse(mixed, tiny_context())
-    assert [reply.info["architecture"] for reply in replies] == ["resnet8"] * 3
-    network = models.build("resnet8", 3, 3, 12)
-    network.load_state_dict(dict(replies[2].tensors))
 
 
 @all_of_both

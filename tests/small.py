@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedbicross.bundle import pack
-from fedbicross.context import Context, Task
+from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.engine.recipe import Training
 from fedbicross.exchange import Client, Predictor, Reply, Upload
 
@@ -80,3 +80,22 @@ def packed_unchecked(message: Upload | Reply | Predictor) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedbicross.exchange.pack", partial(pack, finite=False))
         return message.pack()
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal(MemoryStore):
+    """Refuses everything after so many files."""
+
+    def __init__(self, budget: int = 0) -> None:
+        super().__init__()
+        self.budget, self.names = budget, list[str]()
+
+    def save(self, name: str, data: bytes) -> None:
+        if self.budget == 0:
+            raise Killed
+        self.budget -= 1
+        self.names.append(name)
+        super().save(name, data)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbicross.context import Context, MemoryStore
-from small import tiny_context
+from small import Killed, Mortal, tiny_context
 
 
 class Sum:
@@ -43,20 +43,6 @@ class Source:
         while self.done < 3:
             self.done += 1
             yield float(self.number * 10 + self.done)
-
-
-class Killed(Exception):
-    pass
-
-
-class Mortal(MemoryStore):
-    lives = 0
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.lives == 0:
-            raise Killed
-        self.lives -= 1
-        super().save(name, data)
 
 
 def steps(ctx: Context) -> tuple[Any, ...]:
@@ -91,7 +77,7 @@ def kept(store: MemoryStore) -> Context:
 def test_killed_again_and_again_it_ends_with_the_same(work: Any, lives: int) -> None:
     expected, store, kills = work(kept(MemoryStore())), Mortal(), 0
     for _ in range(20):
-        store.lives = lives
+        store.budget = lives
         try:
             found = work(kept(store))
             break

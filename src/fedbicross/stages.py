@@ -5,7 +5,8 @@ A method's loop reads as its paper's. What the loop changes are the stage's part
 
     stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=watch)
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
-        watch.add(sample, distillation=learn(student, sample, lr=config.lr * stage.progress))
+        lr = config.lr * rate(config.schedule, stage.progress)
+        watch.add(sample, distillation=learn(student, sample, config, lr))
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What DAFL, DENSE and Co-Boosting share: replay, resuming, refusing, costs, and the diagnosis of a run."""
+"""What DAFL, DENSE and Co-Boosting share, beside what test_synthesis.py tests for them: costs, and the diagnosis."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from PIL import Image
 
 from fedbicross import models
-from fedbicross.context import Context, MemoryStore
-from fedbicross.errors import ConfigError, MethodError
+from fedbicross.context import Context
+from fedbicross.errors import ConfigError
 from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
 from fedbicross.methods import create
@@ -46,90 +45,7 @@ def tiny(spec: str, **settings: Any) -> Any:
     return create(spec, {name: {**TINY_METHODS[name], **SMALL, **settings}})
 
 
-# --- killed and resumed ----------------------------------------------------------------------------------
-
-
-class Killed(Exception):
-    pass
-
-
-class Mortal(MemoryStore):
-    """Refuses everything after so many files."""
-
-    def __init__(self, budget: int) -> None:
-        super().__init__()
-        self.budget, self.names = budget, []
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.budget == 0:
-            raise Killed
-        self.budget -= 1
-        self.names.append(name)
-        super().save(name, data)
-
-
-def fuse(method: Any, uploads: Sequence[Upload], store: MemoryStore) -> tuple[list[bytes], dict[str, Any]]:
-    ctx = tiny_context()
-    ctx.store, ctx.seconds_between_stages = store, 0
-    replies = method.fuse(uploads, ctx)
-    return [reply.pack() for reply in replies], ctx.record.as_json()
-
-
-RESUMED = ["dafl", "dense", "dense:authors_code", "co_boosting", "co_boosting:authors_code"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", RESUMED)
-def test_killed_at_a_checkpoint_goes_on_to_the_same_bytes(spec: str, uploads: list[Upload]) -> None:
-    method, whole = tiny(spec), Mortal(budget=1000)
-    expected, record = fuse(method, uploads, whole)
-    count = len(whole.names)
-    assert count >= 5, "every step is kept, and the picture"
-    store, kills = Mortal(0), sorted({1, 2, 3, count // 2 + 1, count - 1})
-    for files in kills:  # one run, killed again and again
-        store.budget = files - len(store.names)
-        with pytest.raises(Killed):
-            fuse(method, uploads, store)
-    store.budget = 1000
-    again, resumed = fuse(method, uploads, store)
-    assert again == expected, f"killed after {kills} of {count} files"
-    assert resumed == record, "the diagnosis tells of the whole run, not only of its end"
-    assert len(store.names) == count, "the work before a kill is not repeated"
-
-
-@each
-def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(name: str, uploads: list[Upload]) -> None:
-    first, second, third = tiny_context(), tiny_context(), tiny_context()
-    third.seed = 1
-    made = [tiny(name).fuse(uploads, ctx)[0].pack() for ctx in (first, second, third)]
-    assert made[0] == made[1] != made[2]
-
-
 # --- bad input -------------------------------------------------------------------------------------------
-
-
-@each
-@pytest.mark.parametrize(
-    ("key", "value", "code"), [("weight", float("nan"), "non_finite"), ("running_var", -1.0, "bad_statistics")]
-)
-def test_damaged_weights_are_refused_by_name(
-    name: str, key: str, value: float, code: str, uploads: list[Upload]
-) -> None:
-    tensors = {name: tensor.clone() for name, tensor in uploads[1].tensors.items()}
-    tensors[next(name for name in tensors if name.endswith(key))].view(-1)[0] = value
-    store = Mortal(1000)
-    with pytest.raises(MethodError) as caught:
-        fuse(tiny(name), [uploads[0], replace(uploads[1], tensors=tensors)], store)
-    assert caught.value.code == code and "'client-1'" in str(caught.value)
-    assert not store.names, "before any work"
-
-
-@each
-def test_weights_of_another_architecture_are_refused_by_name(name: str, uploads: list[Upload]) -> None:
-    wrong = create(name).upload(tiny_clients(1)[0], tiny_context(model="vgg8")).tensors
-    with pytest.raises(MethodError) as caught:
-        tiny(name).fuse([uploads[0], Upload("client-1", uploads[0].task, wrong)], tiny_context())
-    assert caught.value.code == "wrong_weights" and "'client-1' did not send a resnet8" in str(caught.value)
 
 
 @each
@@ -148,31 +64,6 @@ def test_bad_settings_are_refused_by_name(name: str) -> None:
         }.items():
             with pytest.raises(ConfigError, match=f"method.{name}.{key}"):
                 create(name, {name: {key: value}})
-
-
-@each
-def test_a_student_that_diverges_is_an_error_in_words(name: str, uploads: list[Upload]) -> None:
-    with pytest.raises(MethodError) as caught:
-        tiny(name, lr=1e30, schedule="constant", clip=None).fuse(uploads, tiny_context())
-    assert caught.value.code == "diverged" and "lower the student's lr" in str(caught.value)
-
-
-@pytest.mark.slow
-@each
-def test_clients_of_different_architectures_teach_together(name: str, trained: Context) -> None:
-    clients = tiny_clients(3)
-    ctx = replace(trained, scope=f"seed-0/mixed-{name}", client_models={"client-1": "wrn16_2", "client-2": "vgg8"})
-    predictors = simulate(tiny(name), clients, ctx)
-    assert all(predictor.architectures == ("resnet8",) for predictor in predictors.values())
-    assert np.isfinite(predictors["client-1"].probabilities(clients[1].images)).all()
-
-
-@each
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_clients(name: str, count: int, uploads: list[Upload]) -> None:
-    replies = tiny(name).fuse(uploads[:count], tiny_context())
-    assert len(replies) == count
-    assert all(torch.isfinite(value).all() for reply in replies for value in reply.tensors.values())
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from fedbicross.errors import ConfigError, MethodError
 from fedbicross.exchange import Predictor, Reply, Upload
 from fedbicross.federation import records, round_records, simulate
 from fedbicross.methods import create
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, Killed, Mortal, tiny_clients, tiny_context
 
 NAMES = ["fedisca", "e_fedisca"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -74,20 +74,6 @@ def test_the_first_of_several_shots_is_the_only_one_of_one(name: str) -> None:
     simulate(shots(name), clients, tiny_context(), lambda number, found: seen.append(found["client-0"]))
     alone = simulate(shots(name, 1), clients, tiny_context())["client-0"]
     assert seen[0].pack() == alone.pack() != seen[1].pack()
-
-
-class Killed(Exception):
-    pass
-
-
-class Mortal(MemoryStore):
-    budget = 0
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.budget == 0:
-            raise Killed
-        self.budget -= 1
-        super().save(name, data)
 
 
 def run(method: Any, store: MemoryStore, shown: list[tuple[int, bytes]]) -> tuple[dict[str, bytes], Context]:

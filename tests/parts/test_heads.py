@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
 from fedbicross.parts.heads import Fit, fit_head, seeded, split_rows
-from small import tiny_clients, tiny_context
+from small import Killed, Mortal, tiny_clients, tiny_context
 
 
 def head_and_data(hidden: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
@@ -36,35 +36,15 @@ def trained(ctx: Context, epochs: int = 6, **options: Any) -> dict[str, Tensor]:
     return head.state_dict()
 
 
-class Killed(Exception):
-    pass
-
-
 def test_training_killed_anywhere_ends_with_the_same_bytes() -> None:
     before = torch.get_rng_state()
     whole = trained(tiny_context())
-    for kill_after in (1, 3, 5):
-        ctx = replace(tiny_context(), seconds_between_stages=0.0)
-        save, saves = ctx.save_stage, []
-
-        def mortal(
-            name: str,
-            tensors: Mapping[str, Tensor],
-            info: Mapping[str, Any],
-            save: Callable[..., None] = save,
-            saves: list[str] = saves,
-            limit: int = kill_after,
-        ) -> None:
-            save(name, tensors, info)
-            saves.append(name)
-            if len(saves) == limit:
-                raise Killed
-
-        ctx.save_stage = mortal  # type: ignore[method-assign]
+    for files in (1, 3, 5):
+        store = Mortal(files)
         with pytest.raises(Killed):
-            trained(ctx)
-        again = trained(replace(ctx))  # a new context on the same store
-        assert all(torch.equal(whole[name], again[name]) for name in whole), kill_after
+            trained(replace(tiny_context(), store=store, seconds_between_stages=0.0))
+        again = trained(replace(tiny_context(), store=store))  # a new context on the same store
+        assert all(torch.equal(whole[name], again[name]) for name in whole), files
     assert torch.equal(before, torch.get_rng_state()), "dropout comes from named streams"
 
 

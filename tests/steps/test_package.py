@@ -5,16 +5,17 @@ import sys
 
 import pytest
 
+from fedbicross import parts, steps
+
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, fedbicross.steps; assert 'torch' not in sys.modules and 'sklearn' not in sys.modules"
+    code = "import sys, fedbicross.steps, fedbicross.parts.settings; assert not {'torch', 'sklearn'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_submodules_load_on_first_use():
-    from fedbicross import steps
-
-    for name in steps.__all__:
-        assert getattr(steps, name).__name__ == f"fedbicross.steps.{name}"
+@pytest.mark.parametrize("package", [steps, parts])
+def test_submodules_load_on_first_use(package):
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == f"{package.__name__}.{name}"
     with pytest.raises(AttributeError):
-        steps.nothing  # noqa: B018
+        package.nothing  # noqa: B018

@@ -66,3 +66,7 @@ def test_what_methods_on_features_say_must_make_sense() -> None:
         with pytest.raises(UploadError) as caught:
             create(spec).check_upload(Upload("a", task, class_counts=[0, 0, 0], extra=extra))
         assert caught.value.code == code
+
+
+def test_a_variant_that_is_called_like_the_gate_stays_a_variant() -> None:
+    assert not create("falcon:personal").gated and create("fedisca:ema:personal").gated

@@ -62,7 +62,7 @@ def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quic
     ``table`` holds settings by method: those under ``name`` yield to the variant, those under ``name:variant`` win.
     """
     inner, _, last = spec.rpartition(":")
-    if last == GATED:
+    if last == GATED and spec not in method_names():  # a method may have a variant of this name
         method = create(inner, table, quick)
         if method.gate_problem:
             raise ConfigError("no_gate", f"{inner} cannot be {GATED}: {method.gate_problem}")

@@ -506,7 +506,7 @@ def test_a_fusion_that_breaks_off_goes_on(
 
 KILLED = """
 import sys, torch
-torch.set_num_threads(1)
+torch.set_num_threads(int(sys.argv[2]))
 from pathlib import Path
 from fedbicross.bundle import keys
 from fedbicross.transport import files
@@ -540,7 +540,8 @@ def test_a_killed_fusion_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "uploads").mkdir()
     for name, data in uploads.items():
         (tmp_path / "uploads" / f"{name}.safetensors").write_bytes(data)
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-c", KILLED, str(tmp_path), str(torch.get_num_threads())]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "stage\n"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -171,7 +171,7 @@ class Deployment:
 
     def environment(self) -> dict[str, str]:
         paths = [str(self.root / "guard"), str(Path(fedbicross.__file__).parents[1])]
-        one = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+        one = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
         return {**os.environ, **one, "PYTHONPATH": os.pathsep.join(paths)}
 
     def ask(self, path: str, body: bytes | None = None) -> int:

@@ -22,6 +22,7 @@ from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_si
 from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
+from fedbicross.parts.replay import Replay
 from fedbicross.parts.teachers import load_teacher
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
 from fedbicross.steps.teachers import logits_and_bn_loss_of
@@ -220,8 +221,8 @@ def test_generators_compile_only_where_that_pays() -> None:
     ctx = replace(tiny_context(), fast=True)
     uploads = [create("dense").upload(client, ctx) for client in tiny_clients(5)]
     long, short = create("dense"), create("dense", {"dense": {"epochs": 2}})
-    assert long.load_teachers(uploads, ctx).compile == {"match", "stored", "features"}  # type: ignore[attr-defined]
-    assert not short.load_teachers(uploads, ctx).compile  # type: ignore[attr-defined]
+    kinds = [Replay("dense", method.config, uploads, ctx).ensemble.compile for method in (long, short)]
+    assert kinds == [{"match", "stored", "features"}, set()]
 
 
 def test_statistics_for_the_adapted_teacher_are_measured_in_bf16_too() -> None:

@@ -32,7 +32,8 @@ LEARN |= {"turns": True, "cutmix": 2}
 @pytest.fixture(scope="module")
 def networks() -> Ensemble:
     ctx = tiny_context()
-    return teachers.load("primum", [create("primum").upload(c, ctx) for c in tiny_clients(3)], ctx)
+    uploads = [create("primum").upload(c, ctx) for c in tiny_clients(3)]
+    return teachers.load_ensemble(uploads, ctx, batch=8, at_once=None, passes={})
 
 
 def sources(networks: Ensemble) -> dict[str, Ensemble]:

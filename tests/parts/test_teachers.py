@@ -5,12 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedbicross.context import Context
+from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import MethodError
 from fedbicross.exchange import Upload
 from fedbicross.methods import create
 from fedbicross.parts import teachers
 from fedbicross.parts.teachers import inversion_settings, load_teacher, send_network
 from small import TINY_METHODS, tiny_clients, tiny_context
+
+
+def load(uploads: list[Upload], ctx: Context) -> Ensemble:
+    return teachers.load_ensemble(uploads, ctx, batch=8, at_once=None, passes={}, batchnorm_for="primum")
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +26,10 @@ def uploads() -> list[Upload]:
 
 
 def test_networks_are_loaded_frozen_and_in_order(uploads: list[Upload]) -> None:
-    ensemble = teachers.load("primum", uploads, tiny_context())
+    ensemble = load(uploads, tiny_context())
     assert len(ensemble) == 3 and ensemble.has_batchnorm == [True] * 3
     x = torch.zeros(2, 3, 12, 12)
-    alone = [teachers.load("primum", [upload], tiny_context()).logits(x)[0] for upload in uploads]
+    alone = [load([upload], tiny_context()).logits(x)[0] for upload in uploads]
     assert torch.equal(ensemble.logits(x), torch.stack(alone))
 
 
@@ -39,7 +45,7 @@ def test_damaged_weights_are_refused_by_name(key: str, value: float, code: str, 
     tensors = {name: tensor.clone() for name, tensor in uploads[1].tensors.items()}
     tensors[next(name for name in tensors if name.endswith(key))].view(-1)[0] = value
     with pytest.raises(MethodError, match="client-1") as caught:
-        teachers.load("primum", [uploads[0], replace(uploads[1], tensors=tensors)], tiny_context())
+        load([uploads[0], replace(uploads[1], tensors=tensors)], tiny_context())
     assert caught.value.code == code
 
 
@@ -47,14 +53,14 @@ def test_a_network_without_batch_normalisation_is_refused_by_name() -> None:
     ctx = tiny_context(model="cnn")
     uploads = [create("primum").upload(client, ctx) for client in tiny_clients(2)]
     with pytest.raises(MethodError, match="client-0") as caught:
-        teachers.load("primum", uploads, ctx)
+        load(uploads, ctx)
     assert caught.value.code == "needs_bn_stats"
 
 
 def test_a_network_of_another_architecture_than_it_says(uploads: list[Upload]) -> None:
     wrong = replace(uploads[0], task=replace(uploads[0].task, model="wrn16_2"))
     with pytest.raises(MethodError, match="client-0") as caught:
-        teachers.load("primum", [wrong], tiny_context())
+        load([wrong], tiny_context())
     assert caught.value.code == "wrong_weights"
 
 

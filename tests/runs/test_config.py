@@ -135,7 +135,8 @@ def test_a_method_on_balanced_networks_has_to_beat_training_them_alone(method: s
     assert specs[:3] == ["majority", "local_only", "local_only:balanced"] and specs[-2:] == [method, "fedavg"]
     assert load_config(flags={"methods": [method], "baselines": []}).all_methods() == [method]
     own = {"methods": [method], "baselines": ["majority"]}
-    assert load_config(flags=own).all_methods() == ["majority", "local_only:balanced", method]
+    both = ["local_only:both"] if method == "primum" else []  # its own model at home
+    assert load_config(flags=own).all_methods() == ["majority", "local_only:balanced", *both, method]
     named = {"methods": [method, "local_only:balanced"]}
     assert load_config(flags=named).all_methods().count("local_only:balanced") == 1
     same = {"methods": [method], "training": {"loss": "balanced"}}

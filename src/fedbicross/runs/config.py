@@ -115,7 +115,8 @@ class RunConfig(Settings):
         if not self.baselines:
             return list(dict.fromkeys(self.methods))
         specs = dict.fromkeys([*self.baselines, *self.methods])
-        ways = [way for spec in specs for way in self.build(spec).ways_alone]
+        same = {"local_only:balanced"} if self.training.balanced else set()  # local_only is trained so already
+        ways = [way for spec in specs for way in self.build(spec).ways_alone if way not in same]
         after = self.baselines.index("local_only") + 1 if "local_only" in self.baselines else len(self.baselines)
         return list(dict.fromkeys([*self.baselines[:after], *ways, *self.baselines[after:], *self.methods]))
 

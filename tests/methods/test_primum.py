@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ from fedbicross.federation import records, simulate
 from fedbicross.methods import METHODS, create
 from fedbicross.parts import gate
 from fedbicross.parts.local import own_model
-from fedbicross.parts.pool import BLOCK
-from fedbicross.steps.augment import draw_boxes
+from fedbicross.parts.pool import page_batches
+from fedbicross.steps.augment import draw_boxes, draw_views, zoomed
 from fedbicross.steps.gate import Choice
 from small import TINY_METHODS, tiny_clients, tiny_context
 
@@ -60,12 +61,14 @@ def tiny(spec: str = "primum", **settings: Any) -> Any:
 
 
 def slow_weights(counts: list[list[float]], by: str) -> list[list[float]]:
-    """a(i,c), with min(n(i,c), Σ_d≠c n(i,d)) for n(i,c) where that is asked for."""
+    """a(i,c), with min(n(i,c), Σ_d≠c n(i,d)), or its root, for n(i,c) where that is asked for."""
     classes = range(len(counts[0]))
-    if by == "contrast":
+    if by != "counts":
         told = [[min(row[c], sum(row) - row[c]) for c in classes] for row in counts]
         totals = [sum(row[c] for row in told) for c in classes]
         counts = [[t[c] if totals[c] else row[c] for c in classes] for t, row in zip(told, counts, strict=True)]
+    if by == "root":
+        counts = [[n**0.5 for n in row] for row in counts]
     totals = [sum(row[c] for row in counts) for c in classes]
     return [[row[c] / totals[c] if totals[c] else 0.0 for c in classes] for row in counts]
 
@@ -104,6 +107,38 @@ def slow_batch(
     return x.detach()
 
 
+def slow_page(
+    pool: Tensor,
+    networks: Sequence[torch.nn.Module],
+    weights: Tensor,
+    batches: int,
+    page: int,
+    config: Any,
+    ctx: Context,
+) -> tuple[Tensor, Tensor]:
+    """Augmented images one by one, and the teacher's soft labels of them."""
+    count, size = batches * config.batch, ctx.task.image_size
+    rng = ctx.torch_rng("distillation", f"page-{page}")
+    rows = torch.randint(len(pool), (count,), generator=rng)
+    kinds = torch.randint(8 if config.turns else 1, (count,), generator=rng).tolist()
+    views, boxes = draw_views(count, rng), draw_boxes(count, size, rng).tolist()
+    whole = []
+    for row, kind, view in zip(rows, kinds, views, strict=True):
+        image = torch.rot90(pool[row], kind % 4, dims=(1, 2))
+        image = image.flip(2) if kind >= 4 else image
+        whole.append(zoomed(image[None], view[None])[0] if config.zoom else image)
+    seen = []
+    for i, image in enumerate(whole):
+        first = i - i % config.batch
+        other = whole[first + (i - first - 1) % config.batch]  # its neighbour in the batch
+        top, bottom, left, right = boxes[i] if config.cutmix and (i + 1) % config.cutmix == 0 else [0] * 4
+        image = image.clone()
+        image[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+        seen.append(image)
+    x = torch.stack(seen)
+    return x, slow_teacher(networks, x, weights, config)
+
+
 def slow_student(uploads: list[Upload], config: Any, ctx: Context) -> dict[str, Tensor]:
     """The server's work with loops; only the random draws are the product's own."""
     networks = slow.networks(uploads, ctx)
@@ -120,25 +155,23 @@ def slow_student(uploads: list[Upload], config: Any, ctx: Context) -> dict[str, 
             images.append(slow_batch(members, wanted, name, number, config, ctx))
     pool = torch.cat(images)
 
-    pupil, size = slow.Pupil(config, ctx), ctx.task.image_size
-    rng = ctx.torch_rng("distillation", "block-0")
-    rows = torch.randint(len(pool), (BLOCK, config.batch), generator=rng)
-    kinds = torch.randint(8 if config.turns else 1, (BLOCK, config.batch), generator=rng)
-    boxes = draw_boxes(BLOCK * config.batch, size, rng).view(BLOCK, config.batch, 4)
-    for step in range(config.steps_distil):
-        seen = []
-        for row, kind in zip(rows[step], kinds[step].tolist(), strict=True):
-            image = torch.rot90(pool[row], kind % 4, dims=(1, 2))
-            seen.append(image.flip(2) if kind >= 4 else image)
-        whole = torch.stack(seen)
-        x = whole.clone()
-        if config.cutmix and (step + 1) % config.cutmix == 0:
-            for i, (top, bottom, left, right) in enumerate(boxes[step].tolist()):
-                x[i, :, top:bottom, left:right] = whole[i - 1, :, top:bottom, left:right]
-        soft = slow_teacher(networks, x, weights, config)
-        log_q = (pupil.network(x) / config.temperature).log_softmax(1)
-        loss = (soft * (soft.clamp_min(1e-300).log() - log_q)).sum(1).mean() * config.temperature**2
-        pupil.step(loss, slow.rate(config, step, config.steps_distil))
+    pupil = slow.Pupil(config, ctx)
+    if config.start == "uploaded":
+        told = [sum(min(n, sum(row) - n) for n in row) for row in counts]
+        pupil.network.load_state_dict(uploads[told.index(max(told))].tensors)
+    step, page, batches = 0, 0, page_batches(config.steps_distil, config.batch, config.reuse, ctx)
+    while step < config.steps_distil:
+        seen, soft = slow_page(pool, networks, weights, batches, page, config, ctx)
+        for turn in range(config.reuse):
+            rng = ctx.torch_rng("distillation", f"page-{page}", f"order-{turn}")
+            for rows in torch.randperm(len(seen), generator=rng).split(config.batch):
+                if step < config.steps_distil:
+                    log_q = (pupil.network(seen[rows]) / config.temperature).log_softmax(1)
+                    terms = soft[rows] * (soft[rows].clamp_min(1e-300).log() - log_q)
+                    rate = slow.rate(config, step, config.steps_distil)
+                    pupil.step(terms.sum(1).mean() * config.temperature**2, rate)
+                    step += 1
+        page += 1
     return pupil.network.state_dict()
 
 
@@ -146,7 +179,10 @@ def slow_student(uploads: list[Upload], config: Any, ctx: Context) -> dict[str, 
 @pytest.mark.parametrize(
     ("spec", "settings", "other"),
     [
-        ("primum", {}, {"weights": "counts"}),
+        ("primum", {}, {"weights": "contrast"}),
+        ("primum", {"steps_distil": 5, "reuse": 2}, {"reuse": 1}),
+        ("primum:fresh", {}, {"start": "uploaded"}),
+        ("primum:no_zoom", {}, {"zoom": True}),
         ("primum", {"pool": 6, "alpha_bn": 1.0}, {"alpha_bn": 2.0}),
         ("primum:together", {}, {"labels": "own"}),
         ("primum:balanced_labels", {"cutmix": 1}, {"cutmix": 2}),
@@ -460,4 +496,5 @@ def test_the_server_counts_the_passes_of_every_network(spec: str, uploads: list[
     one, config = models.forward_flops("resnet8", 3, 3, 12), method.config
     by = 3 if spec == "primum:together" else 1
     inverted = 6 * config.batch * config.steps * 2 * by
-    assert ctx.record.flops == (inverted + config.batch * config.steps_distil * (3 + 3)) * one
+    labelled = config.batch * math.ceil(config.steps_distil / config.reuse)  # a page of what is needed
+    assert ctx.record.flops == (inverted + 3 * labelled + 3 * config.batch * config.steps_distil) * one

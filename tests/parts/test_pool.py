@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from small import tiny_clients, tiny_context
 
 SETTINGS = InversionSettings(steps=2, batch=8)
 LEARN: dict[str, Any] = {"batch": 6, "lr": 0.1, "schedule": "cosine", "momentum": 0.9, "weight_decay": 5e-4}
-LEARN |= {"turns": True, "cutmix": 2}
+LEARN |= {"turns": True, "zoom": True, "cutmix": 2, "reuse": 2}
 
 
 @pytest.fixture(scope="module")
@@ -88,42 +89,82 @@ def test_the_labels_follow_the_class_mix() -> None:
     assert count / 3200 == pytest.approx(0.25, abs=0.04)
 
 
-# --- draws ------------------------------------------------------------------------------------------------
+# --- pages ------------------------------------------------------------------------------------------------
 
 
-def filled(images: int = 5) -> Pool:
+def pages(pool: Pool, networks: Ensemble, **settings: Any) -> Any:
+    given = {"total": 40, "batch": 4, "turns": False, "zoom": False, "cutmix": 0, "reuse": 2, **settings}
+    return module._Pages(pool, teacher(networks), tiny_context(), **given)
+
+
+def numbered(images: int = 5) -> Pool:
+    """Image i is i everywhere but for a corner, by which one sees that it was turned."""
     pool = Pool(1, "fp32")
-    pool.add(torch.zeros(images, 3, 12, 12), torch.zeros(images, dtype=torch.long))
+    x = torch.arange(images).view(-1, 1, 1, 1).expand(-1, 3, 12, 12).float().clone()
+    x[:, :, 0, 0] = -1
+    pool.add(x, torch.zeros(images, dtype=torch.long))
     return pool
 
 
-def test_any_step_can_be_drawn_again() -> None:
-    there = module._Draws(filled(), 4, True, 2, tiny_context())
-    back = module._Draws(filled(), 4, True, 2, tiny_context())
-    forth = {step: there.at(step) for step in (0, 1, 99, 100, 101, 250)}
-    for step in (250, 101, 0, 100, 99, 1):
+def test_any_step_can_be_made_again(networks: Ensemble, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAGE", 3)
+    there, back = (pages(numbered(), networks, turns=True, zoom=True, cutmix=2) for _ in range(2))
+    forth = {step: there.at(step) for step in (0, 1, 5, 6, 7, 20)}
+    for step in (20, 7, 0, 6, 5, 1):
         assert all(torch.equal(a, b) for a, b in zip(back.at(step), forth[step], strict=True))
-    assert not torch.equal(forth[0][0], forth[100][0]), "another block, another stream"
 
 
-@pytest.mark.parametrize(("cutmix", "cut"), [(0, []), (1, list(range(12))), (2, [1, 3, 5, 7, 9, 11]), (5, [4, 9])])
-def test_pieces_of_other_images_come_every_so_many_steps(cutmix: int, cut: list[int]) -> None:
-    draws = module._Draws(filled(), 64, True, cutmix, tiny_context())
-    found = []
-    for step in [*range(12), *range(100, 112)]:
-        rows, kinds, boxes = draws.at(step)
-        assert rows.shape == kinds.shape == (64,) and boxes.shape == (64, 4)
-        assert int(rows.min()) >= 0 and int(rows.max()) < 5 and boxes.max() <= 12
-        if bool(boxes.any()):
-            found.append(step)
-    later = [step for step in range(100, 112) if cutmix and step % cutmix == cutmix - 1]
-    assert found == [*cut, *later]
+def test_a_page_is_seen_whole_and_reuse_times_before_the_next(
+    networks: Ensemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", 3)
+    asked = 0
+    original = Teacher.original
+
+    def counted(self: Teacher, x: Tensor) -> Tensor:
+        nonlocal asked
+        asked += len(x)
+        return original(self, x)
+
+    monkeypatch.setattr(Teacher, "original", counted)
+    given = pages(numbered(64), networks)
+    seen = [given.at(step)[0][:, 0, 1, 1].tolist() for step in range(12)]
+    first, again, following = (sorted(chain(*seen[i : i + 3])) for i in (0, 3, 6))
+    assert first == again != following, "the same images once more, then others"
+    assert seen[:3] != seen[3:6], "in another order"
+    assert asked == 2 * 12 == module.labelled(12, 4, 2, tiny_context())
 
 
-def test_without_turns_images_stay_upright() -> None:
-    upright = module._Draws(filled(), 64, False, 0, tiny_context()).at(0)[1]
-    turned = module._Draws(filled(), 64, True, 0, tiny_context()).at(0)[1]
-    assert not upright.any() and set(turned.tolist()) == set(range(8))
+def test_labels_are_those_of_what_is_seen(networks: Ensemble) -> None:
+    images, soft = pages(invert(networks, tiny_context()), networks, turns=True, zoom=True, cutmix=1).at(0)
+    torch.testing.assert_close(soft, teacher(networks).original(images))
+
+
+@pytest.mark.parametrize(("cutmix", "share"), [(0, 0), (1, 1), (2, 1 / 2), (4, 1 / 4)])
+def test_one_image_in_so_many_gets_a_piece_of_another(cutmix: int, share: float, networks: Ensemble) -> None:
+    given = pages(numbered(1000), networks, batch=64, total=4, reuse=1, cutmix=cutmix)
+    images = torch.cat([given.at(step)[0] for step in range(4)])[:, 0].flatten(1)[:, 1:]
+    mixed = float((images != images[:, :1]).any(1).float().mean())
+    # Some boxes are empty, cover all, or hold only what is mirrored at the corner.
+    assert mixed <= share + 1e-9 and mixed >= 0.8 * share
+
+
+def test_without_turns_and_zoom_images_stay_as_they_are(networks: Ensemble) -> None:
+    upright = pages(numbered(), networks, batch=64).at(0)[0]
+    turned = pages(numbered(), networks, batch=64, turns=True).at(0)[0]
+    zoomed = pages(numbered(), networks, batch=64, zoom=True).at(0)[0]
+    assert (upright[:, 0, 0, 0] == -1).all() and not (turned[:, 0, 0, 0] == -1).all()
+    assert not (zoomed[:, 0, 0, 0] == -1).all()
+
+
+def test_a_page_holds_no_more_than_memory_allows_and_no_more_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = tiny_context()
+    assert module.page_batches(10_000, 4, 4, ctx) == 64
+    assert module.page_batches(10, 4, 4, ctx) == 3
+    monkeypatch.setattr(module, "PAGE_VALUES", 2 * 4 * 3 * 12 * 12)
+    assert module.page_batches(10_000, 4, 4, ctx) == 2
+    monkeypatch.setattr(module, "PAGE_VALUES", 1)
+    assert module.page_batches(10_000, 4, 4, ctx) == 1
 
 
 # --- the student ------------------------------------------------------------------------------------------
@@ -197,7 +238,7 @@ def test_networks_that_do_not_know_their_own_images_are_named(
 def test_costs_are_forward_passes() -> None:
     ctx = tiny_context()
     small, large = (models.forward_flops(name, 3, 3, 12) for name in ("resnet8", "wrn16_2"))
-    # 40 image-steps shared evenly by two networks, 2 passes each; 70 images by both teachers and a resnet8 of 3 passes.
-    alone = 40 * (small + large) + 70 * (small + large + 3 * small)
-    assert module.flops(["resnet8", "wrn16_2"], 40, 1, 70, ctx) == alone
-    assert module.flops(["resnet8", "wrn16_2"], 40, 2, 70, ctx) == alone + 40 * (small + large)
+    # 40 image-steps shared evenly by two networks, 2 passes each; 30 images by both teachers, 70 by the student.
+    alone = 40 * (small + large) + 30 * (small + large) + 70 * 3 * small
+    assert module.flops(["resnet8", "wrn16_2"], 40, 1, 30, 70, ctx) == alone
+    assert module.flops(["resnet8", "wrn16_2"], 40, 2, 30, 70, ctx) == alone + 40 * (small + large)

@@ -71,12 +71,25 @@ def test_counts_as_sent_and_ones_where_none_were(uploads: list[Upload]) -> None:
     assert teachers.class_counts(secret, 3)[1].tolist() == [1, 1, 1]
 
 
-def test_class_weights_by_counts_and_by_contrast() -> None:
+def test_class_weights_by_counts_by_contrast_and_by_its_root() -> None:
     counts = torch.tensor([[90, 10, 0], [10, 10, 0]], dtype=torch.float64)
     plain, contrast = teachers.class_weights(counts, "counts"), teachers.class_weights(counts, "contrast")
     assert plain.dtype == contrast.dtype == torch.float32
     assert plain.tolist() == [[pytest.approx(0.9), 0.5, 0], [pytest.approx(0.1), 0.5, 0]]
     assert contrast.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0]]
+    uneven = torch.tensor([[90, 160, 0], [10, 10, 0]], dtype=torch.float64)  # contrast 90, 90 and 10, 10
+    expected = torch.tensor([[0.75, 0.75, 0], [0.25, 0.25, 0]])
+    torch.testing.assert_close(teachers.class_weights(uneven, "root"), expected)
+
+
+def test_a_student_starts_from_the_network_that_could_tell_most_images_from_others() -> None:
+    ctx = tiny_context()
+    uploads = [send_network(client, ctx) for client in tiny_clients(3)]
+    counts = torch.tensor([[900, 1, 0], [40, 50, 0], [5, 5, 5]], dtype=torch.float64)
+    assert teachers.best_start(uploads, counts, "resnet8") == uploads[1].tensors
+    other = [uploads[0], replace(uploads[1], task=replace(uploads[1].task, model="wrn16_2")), uploads[2]]
+    assert teachers.best_start(other, counts, "resnet8") == uploads[2].tensors
+    assert teachers.best_start(uploads, counts, "vgg8") is None
 
 
 def test_counts_that_are_all_zero_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""CutMix as a loop over pixels, and its boxes from the same random numbers by plain arithmetic."""
+"""CutMix and zoom as loops over pixels, boxes and windows from the same random numbers by plain arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fedbicross.steps.augment import cutmix, draw_boxes
+from fedbicross.steps.augment import SCALES, SHIFT, cutmix, draw_boxes, draw_views, zoomed
 
 from .tiny import noise
 
@@ -60,3 +60,44 @@ def test_boxes_lie_in_the_image_and_cover_what_the_paper_says() -> None:
 def test_the_same_stream_gives_the_same_boxes() -> None:
     assert torch.equal(boxes(10, 28, seed=5), boxes(10, 28, seed=5))
     assert not torch.equal(boxes(10, 28, seed=5), boxes(10, 28, seed=6))
+
+
+def mirrored(position: float, size: int) -> float:
+    """A place beyond the edges (at -1/2 and size - 1/2) as its mirror image inside, then kept to the outer pixels."""
+    while not -0.5 <= position <= size - 0.5:
+        position = -1 - position if position < -0.5 else 2 * size - 1 - position
+    return min(max(position, 0), size - 1)
+
+
+def slow_zoom(image: torch.Tensor, scale: float, right: float, down: float) -> torch.Tensor:
+    """Bilinear, pixel by pixel."""
+    channels, height, width = image.shape
+    out = torch.zeros_like(image)
+    for row in range(height):
+        for column in range(width):
+            x, y = (2 * column + 1) / width - 1, (2 * row + 1) / height - 1
+            left = mirrored(((scale * x + right + 1) * width - 1) / 2, width)
+            top = mirrored(((scale * y + down + 1) * height - 1) / 2, height)
+            i, j = min(int(top), height - 2), min(int(left), width - 2)
+            a, b = top - i, left - j
+            for channel in range(channels):
+                here = image[channel]
+                upper = (1 - b) * here[i, j] + b * here[i, j + 1]
+                lower = (1 - b) * here[i + 1, j] + b * here[i + 1, j + 1]
+                out[channel, row, column] = (1 - a) * upper + a * lower
+    return out
+
+
+def test_zoom_equals_a_loop_over_pixels() -> None:
+    images = noise(4, 2, 9, 9, seed=1).double()
+    views = torch.tensor([[0.75, 0.15, -0.15], [1.1, -0.1, 0.12], [1.0, 0.0, 0.0], [1.1, 0.15, 0.15]]).double()
+    expected = torch.stack([slow_zoom(image, *view) for image, view in zip(images, views.tolist(), strict=True)])
+    torch.testing.assert_close(zoomed(images, views), expected)
+    torch.testing.assert_close(zoomed(images, views)[2], images[2])
+
+
+def test_windows_fill_their_ranges() -> None:
+    scale, right, down = draw_views(5000, torch.Generator().manual_seed(0)).unbind(1)
+    assert SCALES[0] <= scale.min() < SCALES[0] + 0.01 and SCALES[1] - 0.01 < scale.max() <= SCALES[1]
+    for shift in (right, down):
+        assert shift.abs().max() <= SHIFT and shift.min() < -SHIFT + 0.01 and shift.max() > SHIFT - 0.01

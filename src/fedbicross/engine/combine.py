@@ -11,6 +11,7 @@ from torch import Tensor
 from fedbicross.errors import MethodError
 
 Combination = Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
+Weighting = Literal["counts", "contrast", "root"]
 
 NEVER = -1e4  # the log-probability of a class that cannot be; finite, so that a file can hold it
 
@@ -40,6 +41,18 @@ def contrast_counts(class_counts: Tensor) -> Tensor:
     others = counts.sum(1, keepdim=True) - counts
     contrast = torch.minimum(counts, others)
     return torch.where(contrast.sum(0) > 0, contrast, counts)
+
+
+def weighting_counts(class_counts: Tensor, by: Weighting) -> Tensor:
+    """What a(i,c) is proportional to, from counts [N,C].
+
+    ``counts``: images of the class. ``contrast``: those that a client could tell from others. ``root``: the square root
+    of the latter, since what a network learns from n images grows like that; one large client then has less of a say.
+    """
+    if by == "counts":
+        return class_counts
+    contrast = contrast_counts(class_counts)
+    return contrast.sqrt() if by == "root" else contrast
 
 
 def log_prior(class_counts: Tensor, flatness: float = 0.0) -> Tensor:

@@ -27,8 +27,10 @@ class EnsembleConfig(MethodConfig):
         description="mean of logits (as in FedISCA, FedBiCross), of probabilities, or of probabilities or their "
         "logarithms by class counts",
     )
-    weights: Literal["counts", "contrast"] = Field(
-        "counts", description="a(i,c): by images of the class, or by those that a client could tell from others (ours)"
+    weights: Literal["counts", "contrast", "root"] = Field(
+        "counts",
+        description="a(i,c): by images of the class, by those that a client could tell from others, or by the root of "
+        "the latter (ours)",
     )
     loss: Literal["cross_entropy", "balanced"] | None = Field(
         None, description="of the clients' training; none: the run's recipe"
@@ -44,7 +46,7 @@ class Ensemble(Method[EnsembleConfig]):
     variants = {
         "mean_probs": {"combine": "mean_probs"},
         "class_weighted": {"combine": "class_weighted"},
-        "consensus": {"combine": "consensus", "weights": "contrast", "loss": "balanced"},
+        "consensus": {"combine": "consensus", "weights": "root", "loss": "balanced"},
     }
     variant_notes = {
         "mean_probs": "mean of probabilities instead of logits",

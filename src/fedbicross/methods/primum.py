@@ -4,8 +4,9 @@
    one in the plain way.
 2. The server inverts each network alone, with labels in that hospital's own class mix, so that labels and
    batch-normalisation statistics tell one story: a pool of images.
-3. It distils the consensus of all networks, log-probabilities weighted per class, into one student on that pool,
-   turned, mirrored and cut together, with soft labels made afresh each time.
+3. It distils the consensus of all networks, log-probabilities weighted per class, into one student, which starts from
+   the network that knows most, on that pool: turned, mirrored, zoomed and cut together, each with soft
+   labels of its own.
 4. Back at the hospital the own network stays, unless mixing it with the student is better beyond chance on validation
    images. Images that the student is surer to be of a class that the hospital does not see than it is of any of the
    hospital's own are answered by the student (`steps.gate`).
@@ -54,17 +55,24 @@ class PrimumConfig(MethodConfig):
     teacher: Literal["consensus", "class_weighted", "mean_logits", "mean_probs"] = Field(
         "consensus", description="how the clients are combined into one teacher"
     )
-    weights: Literal["contrast", "counts"] = Field(
-        "contrast", description="a(i,c): by images that a client could tell from other classes, or by all of the class"
+    weights: Literal["root", "contrast", "counts"] = Field(
+        "root",
+        description="a(i,c): by the square root of the images that a client could tell from other classes, by these "
+        "images, or by all of the class",
     )
     temperature: float = Field(4.0, gt=0, description="τ of teacher and student, with the factor τ²")
-    steps_distil: int = Field(4000, ge=1, description="of the student")
+    start: Literal["uploaded", "fresh"] = Field(
+        "uploaded", description="of the student: the network of the client that knows most, or fresh weights"
+    )
+    steps_distil: int = Field(6000, ge=1, description="of the student")
     lr: float = Field(0.05, gt=0, description="of the student's SGD")
     schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
     weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
     turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
-    cutmix: int = Field(2, ge=0, description="every how many batches a piece of another image is put in; 0: never")
+    zoom: bool = Field(True, description="random zoom and shift of the pool's images")
+    cutmix: int = Field(2, ge=0, description="one image in so many gets a piece of another one; 0: none")
+    reuse: int = Field(4, ge=1, description="how often an augmented image is learnt from before new ones are made")
     own: Literal["both", "balanced", "cross_entropy"] = Field(
         "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
     )
@@ -91,6 +99,8 @@ class Primum(Method[PrimumConfig]):
         "plain_weights": {"weights": "counts"},
         "no_cutmix": {"cutmix": 0},
         "no_turns": {"turns": False},
+        "no_zoom": {"zoom": False},
+        "fresh": {"start": "fresh"},
     }
     variant_notes = {
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
@@ -104,6 +114,8 @@ class Primum(Method[PrimumConfig]):
         "plain_weights": "ablation: class weights by counts, however few other classes a client has",
         "no_cutmix": "ablation: no pieces of other images",
         "no_turns": "ablation: no quarter turns and mirror images",
+        "no_zoom": "ablation: no zoom and shift",
+        "fresh": "ablation: the student starts from fresh weights",
     }
     at_client = frozenset({"own", "prior"})
     quick = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
@@ -172,6 +184,7 @@ class Primum(Method[PrimumConfig]):
             pool,
             teacher,
             ctx,
+            start=parts.teachers.best_start(uploads, counts, ctx.task.model) if config.start == "uploaded" else None,
             total=config.steps_distil,
             batch=config.batch,
             lr=config.lr,
@@ -179,13 +192,16 @@ class Primum(Method[PrimumConfig]):
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             turns=config.turns,
+            zoom=config.zoom,
             cutmix=config.cutmix,
+            reuse=config.reuse,
         )
         parts.pool.describe(pool, sources, teacher, student, ctx)
         ctx.record.flops += parts.pool.flops(
             [upload.task.model for upload in uploads],
             pool.images * config.steps,
             len(uploads) // len(sources),  # networks that each image is asked of: its own, or all
+            parts.pool.labelled(config.steps_distil, config.batch, config.reuse, ctx),
             config.batch * config.steps_distil,
             ctx,
         )

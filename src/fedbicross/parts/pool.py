@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,10 @@ from fedbicross.errors import MethodError
 from fedbicross.parts.diagnosis import Curves
 from fedbicross.parts.students import new_student, rate
 from fedbicross.steps.augment import cutmix as put_in_box
-from fedbicross.steps.augment import draw_boxes, turn_and_mirror
+from fedbicross.steps.augment import draw_boxes, draw_views, turn_and_mirror, zoomed
 from fedbicross.steps.distill import soft_kd_loss
 from fedbicross.steps.inversion import Inversion, InversionSettings
-from fedbicross.steps.pool import Pool, Storage
+from fedbicross.steps.pool import Pool, Storage, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from fedbicross.steps.trajectory import Teacher
 
 AT_ONCE = 8  # inversions side by side on a GPU
-BLOCK = 100  # steps of the student whose random numbers come from one stream
+PAGE = 64  # batches that are augmented and labelled together, if they have
+PAGE_VALUES = 2**28  # at most so many numbers: 64 batches of 256 colour images up to 73 px
 SHOWN = 8  # images of each class in the report
 RECOGNISED = 0.5  # share of its own images that a network should call as it was asked to
 
@@ -70,34 +72,64 @@ def _start(
     return Inversion.start(source, labels.to(ctx.device), ctx.task.image_shape, settings, rng)
 
 
-class _Draws:
-    """The random numbers of every step: images of the pool, their turns, and boxes for pieces of their neighbours.
+class _Pages:
+    """The pool as the student sees it, with the teacher's answers: so many augmented batches, a page, at a time.
 
-    Drawn on the device, a block of steps at a time, each from a stream of its own: any step can be made again.
+    Asking N teachers is most of the work, so each page is learnt from ``reuse`` times, in another order each time.
+    Pages and orders are drawn on the device, each from a stream of its own: any step can be made again.
     """
 
-    def __init__(self, pool: Pool, batch: int, turns: bool, cutmix: int, ctx: Context) -> None:
-        self.pool, self.batch, self.turns, self.cutmix, self.ctx = pool, batch, turns, cutmix, ctx
-        self.block = -1
+    def __init__(
+        self,
+        pool: Pool,
+        teacher: Teacher,
+        ctx: Context,
+        *,
+        total: int,
+        batch: int,
+        turns: bool,
+        zoom: bool,
+        cutmix: int,
+        reuse: int,
+    ) -> None:
+        self.pool, self.teacher, self.ctx = pool, teacher, ctx
+        self.batch, self.turns, self.zoom, self.cutmix, self.reuse = batch, turns, zoom, cutmix, reuse
+        self.batches = page_batches(total, batch, reuse, ctx)
+        self.page = self.turn = -1
 
-    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, kinds of turns and boxes of this step, from 0."""
-        if step // BLOCK != self.block:
-            self._draw(step // BLOCK)
-        i = step % BLOCK
-        return self.rows[i], self.kinds[i], self.boxes[i]
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """The images of this step, from 0, and their soft labels."""
+        page, place = divmod(step, self.batches * self.reuse)
+        turn, number = divmod(place, self.batches)
+        if page != self.page:
+            self._make(page)
+        if turn != self.turn:
+            rng = self.ctx.torch_rng("distillation", f"page-{page}", f"order-{turn}", device=self.ctx.device)
+            self.order, self.turn = torch.randperm(len(self.soft), generator=rng, device=self.ctx.device), turn
+        rows = self.order[number * self.batch : (number + 1) * self.batch]
+        return decode(self.images[rows]), self.soft[rows]
 
-    def _draw(self, block: int) -> None:
-        device = self.ctx.device
-        rng = self.ctx.torch_rng("distillation", f"block-{block}", device=device)
-        shape = (BLOCK, self.batch)
-        self.block, self.rows = block, torch.randint(self.pool.images, shape, generator=rng, device=device)
-        self.kinds = torch.randint(8 if self.turns else 1, shape, generator=rng, device=device)
-        size = self.ctx.task.image_size
-        self.boxes = draw_boxes(BLOCK * self.batch, size, rng).view(*shape, 4)
-        cut = torch.arange(block * BLOCK, (block + 1) * BLOCK, device=device)
-        mixed = (cut % self.cutmix == self.cutmix - 1) if self.cutmix else torch.zeros_like(cut, dtype=torch.bool)
-        self.boxes = self.boxes * mixed.view(-1, 1, 1)
+    def _make(self, page: int) -> None:
+        device, count = self.ctx.device, self.batches * self.batch
+        rng = self.ctx.torch_rng("distillation", f"page-{page}", device=device)
+        rows = torch.randint(self.pool.images, (count,), generator=rng, device=device)
+        kinds = torch.randint(8 if self.turns else 1, (count,), generator=rng, device=device)
+        views = draw_views(count, rng)
+        cut = torch.arange(count, device=device) % self.cutmix == self.cutmix - 1 if self.cutmix else kinds < 0
+        boxes = draw_boxes(count, self.ctx.task.image_size, rng) * cut.view(-1, 1)
+        label = recorded(self.teacher.ensemble.captured, "label a page", self._label, [], self.ctx.fast)
+        parts = [torch.split(drawn, self.batch) for drawn in (rows, kinds, views, boxes)]
+        made = [label(self.pool.take(some)["images"], *drawn) for some, *drawn in zip(*parts, strict=True)]
+        self.images, self.soft = (torch.cat(part) for part in zip(*made, strict=True))
+        self.page, self.turn = page, -1
+
+    @torch.no_grad()
+    def _label(self, images: Tensor, kinds: Tensor, views: Tensor, boxes: Tensor) -> list[Tensor]:
+        """Turned, zoomed and cut together, as they are kept, and what the teacher says of them."""
+        seen = turn_and_mirror(images, kinds)
+        seen = zoomed(seen, views) if self.zoom else seen
+        kept = encode(put_in_box(seen, seen.roll(1, 0), boxes), self.pool.storage)
+        return [kept, self.teacher.original(decode(kept))]
 
 
 def distil(
@@ -105,6 +137,7 @@ def distil(
     teacher: Teacher,
     ctx: Context,
     *,
+    start: Mapping[str, Tensor] | None = None,
     total: int,
     batch: int,
     lr: float,
@@ -112,27 +145,24 @@ def distil(
     momentum: float,
     weight_decay: float,
     turns: bool,
+    zoom: bool,
     cutmix: int,
+    reuse: int,
 ) -> Student:
-    """A new student after ``total`` steps of SGD on τ² KL(teacher ‖ student), images drawn by `_Draws`."""
-    student, curves = new_student(ctx, 0, total), Curves(total)
-    draws = _Draws(pool, batch, turns, cutmix, ctx)
+    """A student after ``total`` steps of SGD on τ² KL(teacher ‖ student), from these weights or from fresh ones."""
+    student, curves = new_student(ctx, 0, total, start), Curves(total)
+    shown = {"turns": turns, "zoom": zoom, "cutmix": cutmix, "reuse": reuse}
+    pages = _Pages(pool, teacher, ctx, total=total, batch=batch, **shown)
 
-    def learn(images: Tensor, kinds: Tensor, boxes: Tensor, lr: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            turned = turn_and_mirror(images, kinds)
-            seen = put_in_box(turned, turned.roll(1, 0), boxes)
-            soft = teacher.original(seen)
-        loss, gradients = student.gradient(seen, lambda logits: soft_kd_loss(logits, soft, teacher.temperature))
+    def learn(images: Tensor, soft: Tensor, lr: Tensor) -> list[Tensor]:
+        loss, gradients = student.gradient(images, lambda logits: soft_kd_loss(logits, soft, teacher.temperature))
         student.update(gradients, lr, momentum, weight_decay)
         return [loss]
 
     step_once = recorded(student.captured, "learn from the pool", learn, student.in_place, ctx.fast)
     stage = ctx.stage("distillation", "student", total, student=student, curves=curves)
     for step in stage.steps():
-        rows, kinds, boxes = draws.at(step)
-        now = scalar(lr * rate(schedule, stage.progress), ctx.device)
-        (loss,) = step_once(pool.take(rows)["images"], kinds, boxes, now)
+        (loss,) = step_once(*pages.at(step), scalar(lr * rate(schedule, stage.progress), ctx.device))
         curves.add(step + 1, distillation=loss)
     if not student.finite:
         raise MethodError("diverged", "the student's weights are no longer finite; lower its lr, or lr_synthesis")
@@ -183,13 +213,25 @@ def _picture(pool: Pool, ctx: Context) -> None:
     ctx.record.add("image_strips", "images inverted from the networks", entry)
 
 
-def flops(architectures: Sequence[str], inverted: int, asked: int, seen: int, ctx: Context) -> int:
+def flops(architectures: Sequence[str], inverted: int, asked: int, labelled: int, seen: int, ctx: Context) -> int:
     """Forward passes, times the cost of each: 2 for every step of an inverted image, 1 a teacher, 3 the student.
 
-    ``inverted`` counts images times steps, each by ``asked`` networks; ``seen`` the images that the student saw.
+    ``inverted`` counts images times steps, each by ``asked`` networks; ``labelled`` the images that all teachers were
+    asked about, ``seen`` those that the student learnt from.
     """
     shape = ctx.architecture[1:]
     everyone = sum(models.forward_flops(name, *shape) for name in architectures)
-    return inverted * 2 * asked * everyone // len(architectures) + seen * (
-        everyone + 3 * models.forward_flops(*ctx.architecture)
-    )
+    inverting = inverted * 2 * asked * everyone // len(architectures)
+    return inverting + labelled * everyone + seen * 3 * models.forward_flops(*ctx.architecture)
+
+
+def labelled(total: int, batch: int, reuse: int, ctx: Context) -> int:
+    """How many images `distil` asks the teacher about in ``total`` steps: whole pages."""
+    batches = page_batches(total, batch, reuse, ctx)
+    return math.ceil(total / (batches * reuse)) * batches * batch
+
+
+def page_batches(total: int, batch: int, reuse: int, ctx: Context) -> int:
+    """Batches of a page: `PAGE`, or fewer where images are large or steps few."""
+    room = PAGE_VALUES // (batch * math.prod(ctx.task.image_shape))
+    return max(1, min(PAGE, room, math.ceil(total / reuse)))

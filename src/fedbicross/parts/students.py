@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor
@@ -16,9 +17,14 @@ from fedbicross.steps.generators import clipped
 from fedbicross.steps.trajectory import Sample, sample_loss
 
 
-def new_student(ctx: Context, number: int, passes: int) -> Student:
-    """A freshly initialised student; number k is that of cluster k. ``passes`` is what all students make together."""
+def new_student(ctx: Context, number: int, passes: int, start: Mapping[str, Tensor] | None = None) -> Student:
+    """A student, freshly initialised unless it gets weights to ``start`` from; number k is that of cluster k.
+
+    ``passes`` is what all students make together.
+    """
     model = ctx.new_model(ctx.torch_rng("student", str(number)))
+    if start is not None:
+        model.load_state_dict(dict(start))
     return Student(model, ctx.device, ctx.precision, ctx.fast, passes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -90,6 +89,13 @@ def class_counts(uploads: Sequence[Upload], classes: int) -> Tensor:
     return torch.tensor([list(counts) for counts in given], dtype=torch.float64)
 
 
-def class_weights(counts: Tensor, by: Literal["counts", "contrast"]) -> Tensor:
-    """a(i,c) as float32 [N,C]: by images of the class, or by those that a client could tell from other classes."""
-    return combine.class_weights(combine.contrast_counts(counts) if by == "contrast" else counts).float()
+def class_weights(counts: Tensor, by: combine.Weighting) -> Tensor:
+    """a(i,c) as float32 [N,C], by one of the rules of `combine.weighting_counts`."""
+    return combine.class_weights(combine.weighting_counts(counts, by)).float()
+
+
+def best_start(uploads: Sequence[Upload], counts: Tensor, model: str) -> dict[str, Tensor] | None:
+    """The network of the client that could tell most images from others, of those with the student's architecture."""
+    told = combine.contrast_counts(counts).sum(1).tolist()
+    fitting = [i for i, upload in enumerate(uploads) if upload.task.model == model]
+    return dict(uploads[max(fitting, key=lambda i: told[i])].tensors) if fitting else None

@@ -1,13 +1,17 @@
-"""What a student sees of a pool of images: turned, mirrored, and with a piece of another image (CutMix)."""
+"""What a student sees of a pool: images turned, mirrored, zoomed, and with a piece of another one (CutMix)."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross.engine.train import turn_and_mirror
 
-__all__ = ["cutmix", "draw_boxes", "turn_and_mirror"]
+__all__ = ["cutmix", "draw_boxes", "draw_views", "turn_and_mirror", "zoomed"]
+
+SCALES = (0.75, 1.1)  # side of the window that is seen, as a share of the image
+SHIFT = 0.15  # of the window's centre at most, as a share of half the image
 
 
 def draw_boxes(count: int, size: int, generator: torch.Generator) -> Tensor:
@@ -30,3 +34,22 @@ def cutmix(images: Tensor, others: Tensor, boxes: Tensor) -> Tensor:
     top, bottom, left, right = (boxes[:, i, None] for i in range(4))
     inside = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None, :]
     return torch.where(inside[:, None], others, images)
+
+
+def draw_views(count: int, generator: torch.Generator) -> Tensor:
+    """Windows [count, 3] for `zoomed`: scale, and shift to the right and down, each uniform in its range."""
+    drawn = torch.rand(count, 3, generator=generator, device=generator.device)
+    low = drawn.new_tensor([SCALES[0], -SHIFT, -SHIFT])
+    high = drawn.new_tensor([SCALES[1], SHIFT, SHIFT])
+    return low + (high - low) * drawn
+
+
+def zoomed(images: Tensor, views: Tensor) -> Tensor:
+    """Each image [B,C,H,W] seen through its window [B,3], bilinear; beyond its edges it is mirrored.
+
+    A pixel at (x, y) from the centre, in halves of the image, is taken from (scale x + right, scale y + down).
+    """
+    scale, zero = views[:, 0], torch.zeros_like(views[:, 0])
+    rows = [torch.stack([scale, zero, views[:, 1]], 1), torch.stack([zero, scale, views[:, 2]], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1).to(images.dtype), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)

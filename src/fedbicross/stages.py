@@ -3,10 +3,10 @@
 A method's loop reads as its paper's. What the loop changes are the stage's parts, objects with ``tensors()`` and
 ``load(tensors)``. They are loaded when the stage begins and kept now and then between two steps:
 
-    stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=watch)
+    stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=log)
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
         lr = config.lr * rate(config.schedule, stage.progress)
-        watch.add(sample, distillation=learn(student, sample, config, lr))
+        log.add(sample, distillation=learn(student, sample, config, lr))
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stage:
         self.ctx, self.name, self.total, self.keep_end = ctx, name, total, keep_end
         self.done, self.number = 0, 0  # steps; and the number of the source that is being read
         self.numbers: dict[str, int] = {}  # a method's own, kept with the parts
-        self.note = ""  # for the person who watches
+        self.note = ""  # for the person who logs
         self._parts: dict[str, Part] = {}
         for key, part in parts.items():
             self._parts |= {f"{key}-{i}": p for i, p in enumerate(part)} if isinstance(part, Sequence) else {key: part}
@@ -110,7 +110,7 @@ class Stage:
                     room = ctx.workers.begin(most=len(numbers) * len(sources))
                     later = room // len(sources)
                     if k < room:  # a worker each; what is left over is made here
-                        sources[k] = source.elsewhere(ctx.workers)
+                        sources[k] = source.on_worker(ctx.workers)
             begun.append([engine.fast.ahead(source, ctx.fast) for source in sources])
             if len(begun) > later:
                 yield begun.popleft()

@@ -78,7 +78,7 @@ def test_bf16_weights_are_kept_and_statistics_stay_wide() -> None:
     _, fast = both("bf16")
     model = fast._clients[0].model
     kinds = {type(m).__name__: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
-    assert kinds["QuickConv2d"] == {torch.bfloat16}
+    assert kinds["FastConv2d"] == {torch.bfloat16}
     assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
     plain, _ = both("fp32")
     x = noise(64, 3, 6, 6).float()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedbicross import models
-from fedbicross.engine.layers import QuickConv2d, quick
+from fedbicross.engine.layers import FastConv2d, quick
 from steps.tiny import noise, randomised
 
 
@@ -26,7 +26,7 @@ from steps.tiny import noise, randomised
 def test_a_fitted_convolution_gives_the_same_numbers_and_gradients(conv: nn.Conv2d) -> None:
     plain = randomised(conv, 0)
     fitted = quick(copy.deepcopy(plain))
-    assert isinstance(fitted, QuickConv2d)
+    assert isinstance(fitted, FastConv2d)
     found = []
     for layer in (plain, fitted):
         x = noise(4, conv.in_channels, 9, 8).requires_grad_(True)
@@ -61,6 +61,6 @@ def test_other_convolutions_are_left_alone(conv: nn.Conv2d) -> None:
 def test_names_and_weights_stay() -> None:
     network = models.build("resnet18", 3, 8, 28)
     before = {name: value.data_ptr() for name, value in network.state_dict().items()}
-    changed = [module for module in quick(network).modules() if isinstance(module, QuickConv2d)]
+    changed = [module for module in quick(network).modules() if isinstance(module, FastConv2d)]
     assert len(changed) == 4  # the stem and three shortcuts
     assert {name: value.data_ptr() for name, value in network.state_dict().items()} == before

@@ -55,7 +55,7 @@ class Stage:
         self.ctx, self.name, self.total, self.keep_end = ctx, name, total, keep_end
         self.done, self.number = 0, 0  # steps; and the number of the source that is being read
         self.numbers: dict[str, int] = {}  # a method's own, kept with the parts
-        self.note = ""  # for the person who logs
+        self.note = ""  # for the person who watches
         self._parts: dict[str, Part] = {}
         for key, part in parts.items():
             self._parts |= {f"{key}-{i}": p for i, p in enumerate(part)} if isinstance(part, Sequence) else {key: part}

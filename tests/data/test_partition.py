@@ -180,7 +180,7 @@ def test_pathological_with_rare_classes():
     data = labelled([0] * 97 + [1] + [2] * 2)
     partition = draw(data, "pathological", 10, classes_per_client=3)
     check_partition(partition, data)
-    assert any("fewer groups" in warning for warning in partition.warnings)
+    assert any("fewer units" in warning for warning in partition.warnings)
     crowded = draw(labelled([0, 0, 0, 1, 2]), "pathological", 5, classes_per_client=1)
     assert [len(indices) for indices in crowded.train_indices] == [1] * 5
 

@@ -18,7 +18,7 @@ from fedbicross.engine import ensemble as ensemble_module
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine import norm as norm_module
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_side, worth_compiling
+from fedbicross.engine.fast import Captured, ahead, recorded, run_on_streams, scalar, worth_compiling
 from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
@@ -124,7 +124,7 @@ def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
 
 
 def test_jobs_side_by_side_keep_their_order() -> None:
-    assert side_by_side([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
+    assert run_on_streams([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
 
 
 def test_without_a_gpu_a_captured_function_is_called() -> None:

@@ -24,7 +24,7 @@ from fedbicross.bundle import UPLOAD, inspect, read_file, sign, unpack, validate
 from fedbicross.bundle.format import check_digests
 from fedbicross.bundle.keys import generate_key, public_text
 from fedbicross.context import Task
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 
 ARCHITECTURE = ("resnet18", 3, 8, 28)
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fedbicross import models, seeds
 from fedbicross.bundle import pack, unpack
 from fedbicross.context import Task
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 from fedbicross.runs.environment import versions
 from fedbicross.runs.store import DiskStore
 

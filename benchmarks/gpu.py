@@ -31,11 +31,11 @@ from fedbicross.engine.device import set_precision
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.student import Student
-from fedbicross.engine.train import side_by_side, training
+from fedbicross.engine.train import train_together, training
 from fedbicross.parts.settings import SynthesisConfig
 from fedbicross.parts.students import learn
 from fedbicross.runs.environment import versions
-from fedbicross.steps.bilevel import CrossCluster, split_rows
+from fedbicross.steps.bilevel import CrossCluster, split_batch
 from fedbicross.steps.inversion import (
     Inversion,
     InversionSettings,
@@ -172,8 +172,8 @@ def teachers(count: int, way: Way, batches: int = 1) -> Callable[[], object]:
     teacher = Teacher(way.ensemble(networks(count)))
     x = torch.randn((BATCH, *SHAPE), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     if batches == 1:
-        return lambda: teacher.speak(x, 0.5)
-    return lambda: teacher.speak_together([x] * batches, [0.5] * batches)
+        return lambda: teacher.soft_labels(x, 0.5)
+    return lambda: teacher.soft_labels_of_batches([x] * batches, [0.5] * batches)
 
 
 def soft(seed: int) -> Tensor:
@@ -192,7 +192,7 @@ def student(way: Way, given: Sample | None = None) -> Callable[[], object]:
 
 
 def stage_two(clusters: int, way: Way) -> Callable[[], object]:
-    rows, held = split_rows(BATCH, CLASSES, 0.2)
+    rows, held = split_batch(BATCH, CLASSES, 0.2)
     stage = CrossCluster(
         [way.student(model) for model in networks(clusters)],
         torch.full((clusters, clusters), 1 / clusters, device="cuda"),
@@ -385,7 +385,7 @@ def five_trainings(folder: Path, epochs: int) -> dict[str, Any]:
     def seconds(epochs: int, precision: str, fast: bool) -> float:
         set_precision(precision)
         began = time.perf_counter()
-        trained = side_by_side(jobs(epochs, precision, fast), "cuda" if fast else "cpu")
+        trained = train_together(jobs(epochs, precision, fast), "cuda" if fast else "cpu")
         torch.cuda.synchronize()
         last = statistics.mean(t.history[-1]["val_accuracy"] for t in trained)
         took = time.perf_counter() - began

@@ -139,7 +139,9 @@ def _method_settings(method: str, page: Path, root: Path) -> str:
     if not cls.Config.model_fields:
         return "No settings of its own. Local training follows the run's `training` settings."
     return _fields(cls.Config) + (
-        f"\n\nWith `--quick`: {_pairs(cls.quick)}." if cls.quick else "\n\nThe same values with `--quick`."
+        f"\n\nWith `--quick`: {_pairs(cls.quick_settings)}."
+        if cls.quick_settings
+        else "\n\nThe same values with `--quick`."
     )
 
 

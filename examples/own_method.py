@@ -9,8 +9,8 @@ import fedbicross
 from fedbicross.bundle import validate
 from fedbicross.context import Context, Task
 from fedbicross.engine.recipe import Training
-from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.fedavg import average
 
@@ -21,7 +21,7 @@ class KeepHead(Method[MethodConfig]):
     name = "keep_head"
     summary = "averaged trunk, own last layer"
     needs = frozenset({"weights"})
-    leaves = "The trained network without its last layer."
+    upload_summary = "The trained network without its last layer."
 
     def upload(self, client, ctx, previous=None):
         state = ctx.local_model(client).state

@@ -10,7 +10,7 @@ from pathlib import Path
 import fedbicross
 from fedbicross.bundle import keys
 from fedbicross.context import Context
-from fedbicross.exchange import Client
+from fedbicross.messages import Client
 from fedbicross.transport import files
 
 count = int(sys.argv[1]) if len(sys.argv) > 1 else 200

@@ -23,7 +23,7 @@ settings.load_profile("same")
 # end.
 FIRST = (
     "transport/test_flower_deployment.py",
-    "engine/test_spread.py",
+    "engine/test_workers.py",
     "faults/test_kill_and_resume.py",
     "faults/test_determinism.py",
     "methods/test_synthesis.py",

@@ -11,7 +11,7 @@ import pytest
 from fedbicross.bundle import pack
 from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.engine.recipe import Training
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def tiny_context(classes: int = 3, size: int = 12, model: str = "resnet8", **tra
 def packed_unchecked(message: Upload | Reply | Predictor) -> bytes:
     """Its bytes, even where it holds NaN, which our own writer refuses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedbicross.exchange.pack", partial(pack, finite=False))
+        patch.setattr("fedbicross.messages.pack", partial(pack, finite=False))
         return message.pack()
 
 

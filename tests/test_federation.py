@@ -10,8 +10,8 @@ import torch
 
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Predictor
 from fedbicross.federation import in_order, simulate
+from fedbicross.messages import Client, Predictor
 from fedbicross.methods import METHODS, create
 from imports import SOURCE, imports_of, modules_of, reachable
 from small import TINY_METHODS, tiny_clients, tiny_context

@@ -14,8 +14,8 @@ import torch
 from fedbicross import pipeline
 from fedbicross.bundle import sign
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
-from fedbicross.exchange import Predictor, Reply, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Predictor, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts import gate, local

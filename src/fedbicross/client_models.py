@@ -20,13 +20,13 @@ from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.engine.tokens import boxes, token_sequences
-from fedbicross.engine.train import Trained, side_by_side, split_validation, training
+from fedbicross.engine.train import Trained, split_validation, train_together, training
 from fedbicross.errors import MethodError
 from fedbicross.models.encoders import EncoderSpec, load_encoder
 
 if TYPE_CHECKING:
     from fedbicross.context import Context
-    from fedbicross.exchange import Client
+    from fedbicross.messages import Client
 
 
 class ClientModels:
@@ -42,7 +42,7 @@ class ClientModels:
         began = time.perf_counter()
         self.train_local_models([client])
         result = Trained.unpack(self.ctx.store.load(_model_file(key)) or b"")
-        self.ctx.watch.shared_seconds += time.perf_counter() - began
+        self.ctx.stopwatch.shared_seconds += time.perf_counter() - began
         self.ctx.record.flops += result.flops
         return result
 
@@ -59,7 +59,7 @@ class ClientModels:
             return
         began = time.perf_counter()
         jobs = [self._local_training(key, client) for key, client in missing.items()]
-        side_by_side(jobs, self.ctx.device if self.ctx.fast else "cpu")
+        train_together(jobs, self.ctx.device if self.ctx.fast else "cpu")
         seconds = (time.perf_counter() - began) / len(jobs)  # a fair share: they ran together
         for key, client in missing.items():
             self.ctx.event(event="trained", key=key, client=client.name, seconds=seconds)
@@ -95,7 +95,7 @@ class ClientModels:
             model.load_state_dict(dict(start))
         last = self.ctx.training.model_copy(update={"select": "last"})
         job = self._train(client, model, last, epochs=epochs, first_epoch=first_epoch, total_epochs=total_epochs)
-        (trained,) = side_by_side([job])
+        (trained,) = train_together([job])
         self.ctx.record.flops += trained.flops
         return trained.state
 
@@ -124,7 +124,7 @@ class ClientModels:
             checkpoint=self.ctx._stage(f"{visit}-{self.local_model_key(client)}"),
             on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
         )
-        (trained,) = side_by_side([job])
+        (trained,) = train_together([job])
         self.ctx.record.flops += trained.flops
         return trained.state
 
@@ -189,7 +189,7 @@ class ClientModels:
                 key = f"features-{_content_key(place)}"
                 self._note_use(key)
                 self.ctx.event(event="encoded", key=key, client=client.name, seconds=end - start)
-            self.ctx.watch.shared_seconds += times[-1] - times[0]
+            self.ctx.stopwatch.shared_seconds += times[-1] - times[0]
         return tokens
 
     def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
@@ -208,15 +208,15 @@ class ClientModels:
         }
         key = f"{kind}-{_content_key(parts)}"
         self._note_use(key)
-        began, inner = time.perf_counter(), self.ctx.watch.shared_seconds
+        began, inner = time.perf_counter(), self.ctx.stopwatch.shared_seconds
         data = self.ctx.store.load(_model_file(key))
         if data is None:
-            with self.ctx.watch.aside():
+            with self.ctx.stopwatch.aside():
                 data = make()
             self.ctx.store.save(_model_file(key), data)
-            seconds = time.perf_counter() - began - (self.ctx.watch.shared_seconds - inner)
+            seconds = time.perf_counter() - began - (self.ctx.stopwatch.shared_seconds - inner)
             self.ctx.event(event="trained", key=key, client=client.name, seconds=seconds)
-        self.ctx.watch.shared_seconds = inner + time.perf_counter() - began
+        self.ctx.stopwatch.shared_seconds = inner + time.perf_counter() - began
         return data
 
 

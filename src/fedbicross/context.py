@@ -1,23 +1,18 @@
-"""What surrounds a method while it works: the task, named random streams, storage, records and progress."""
+"""What a method is given to work with: the task, named random streams, storage, records, progress and a stopwatch."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbicross import models, seeds
 from fedbicross.bundle.format import canonical_json
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
-from fedbicross.surroundings import MemoryStore as MemoryStore
-from fedbicross.surroundings import Progress as Progress
-from fedbicross.surroundings import Silent as Silent
-from fedbicross.surroundings import Stopwatch as Stopwatch
-from fedbicross.surroundings import Store as Store
-from fedbicross.surroundings import Task as Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +20,141 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.client_models import ClientModels
-    from fedbicross.engine.spread import Workers
     from fedbicross.engine.train import Trained
-    from fedbicross.exchange import Client
+    from fedbicross.engine.workers import Workers
+    from fedbicross.messages import Client
     from fedbicross.models.encoders import EncoderSpec
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all sites agreed on before anyone trained; of an upload, with the architecture of its client."""
+
+    classes: tuple[str, ...]
+    image_size: int
+    channels: int
+    model: str  # of the server and its students; of clients too, unless they bring their own
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        return self.channels, self.image_size, self.image_size
+
+    def as_json(self) -> dict[str, Any]:
+        """The task as it stands in a manifest."""
+        return {
+            "classes": list(self.classes),
+            "image_size": self.image_size,
+            "channels": self.channels,
+            "model": self.model,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Task:
+        """Read back ``as_json``."""
+        return cls(tuple(value["classes"]), value["image_size"], value["channels"], value["model"])
+
+
+class Store(Protocol):
+    """Named bytes that survive a kill; a name is a relative path."""
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        ...
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes, all or nothing."""
+        ...
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder."""
+        ...
+
+
+class MemoryStore:
+    """A store that lives as long as the process."""
+
+    def __init__(self) -> None:
+        self._content: dict[bytes, bytes] = {}  # equal bytes are kept once
+        self._names: dict[str, bytes] = {}
+
+    def load(self, name: str) -> bytes | None:
+        """The bytes, or None."""
+        digest = self._names.get(name)
+        return None if digest is None else self._content[digest]
+
+    def size(self, name: str) -> int:
+        """Length in bytes; 0 where there is nothing."""
+        return len(self.load(name) or b"")
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keep the bytes."""
+        digest = hashlib.sha256(data).digest()
+        self._content.setdefault(digest, data)
+        self._names[name] = digest
+
+    def drop(self, prefix: str) -> None:
+        """Forget a name, or every name in a folder, and what nothing names any more."""
+        for name in [n for n in self._names if n == prefix or n.startswith(prefix.rstrip("/") + "/")]:
+            del self._names[name]
+        used = set(self._names.values())
+        self._content = {digest: data for digest, data in self._content.items() if digest in used}
+
+
+class Progress(Protocol):
+    """Tells a person how far the work is."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Begin a piece of work; the function returned takes (done so far, a short note)."""
+        ...
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+        ...
+
+
+class Silent:
+    """Progress for tests and libraries."""
+
+    def start(self, label: str, total: int) -> Callable[[int, str], None]:
+        """Ignore the work."""
+        del label, total
+        return lambda done, note: None
+
+    def say(self, message: str) -> None:
+        """Ignore the line."""
+        del message
+
+
+@dataclass
+class Stopwatch:
+    """Time of the verb at work, less what it spends on work that methods share. Copies of a context have one watch."""
+
+    at_work: tuple[str, str] | None = None  # verb and name
+    shared_seconds: float = 0.0  # of training and encoding, which are charged to every method that uses them
+    _seen: tuple[float, float] = (0.0, 0.0)
+
+    def begin(self, verb: str, name: str) -> None:
+        """A verb starts."""
+        self.at_work, self._seen = (verb, name), (time.perf_counter(), self.shared_seconds)
+
+    def lap(self) -> float:
+        """Seconds since this was last asked; each is told once."""
+        (began, shared), self._seen = self._seen, (time.perf_counter(), self.shared_seconds)
+        return max(self._seen[0] - began - (self.shared_seconds - shared), 0.0)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Shared work, at whose checkpoints nobody asks for a lap: its own time is told when it is done."""
+        outer, self.at_work = self.at_work, None
+        try:
+            yield
+        finally:
+            self.at_work = outer
 
 
 @dataclass
@@ -78,7 +204,7 @@ class Context:
     streams: tuple[str, ...] = ()  # before the names of random streams and checkpoints: a later shot has its own
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def rng(self, *names: str) -> np.random.Generator:
         """A NumPy stream for a named purpose."""
@@ -96,13 +222,13 @@ class Context:
     def measured(self, verb: str, name: str) -> Iterator[None]:
         """One call of a verb: a fresh record, kept when it succeeds, and its time, less the shared local training."""
         outer, self.record = self.record, Record()
-        self.watch.begin(verb, name)
+        self.stopwatch.begin(verb, name)
         try:
             yield
             self.store.save(f"records/{verb}/{name}.json", canonical_json(self.record.as_json()).encode())
-            self.event(event=verb, scope=self.scope, name=name, seconds=self.watch.lap())
+            self.event(event=verb, scope=self.scope, name=name, seconds=self.stopwatch.lap())
         finally:
-            self.record, self.watch.at_work = outer, None
+            self.record, self.stopwatch.at_work = outer, None
 
     # --- checkpoints of named stages -----------------------------------------------------------------
 
@@ -124,9 +250,9 @@ class Context:
         from fedbicross.bundle import pack
 
         self.store.save(self._stage(name), pack("stage", tensors, info))
-        if self.watch.at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
-            verb, what = self.watch.at_work
-            self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.watch.lap())
+        if self.stopwatch.at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
+            verb, what = self.stopwatch.at_work
+            self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.stopwatch.lap())
 
     def save_stage_when_due(
         self, name: str, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]

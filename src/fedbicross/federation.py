@@ -25,7 +25,7 @@ from fedbicross import pipeline
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Store
 from fedbicross.errors import MethodError, RunError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
+from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, mixed_models_problem
 
 T = TypeVar("T")

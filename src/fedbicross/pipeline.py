@@ -18,7 +18,7 @@ from fedbicross import parts
 from fedbicross.bundle import validate
 from fedbicross.context import Context, Task
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, check_needs, mixed_models_problem
 
 

@@ -3,10 +3,10 @@
 A method's loop reads as its paper's. What the loop changes are the stage's parts, objects with ``tensors()`` and
 ``load(tensors)``. They are loaded when the stage begins and kept now and then between two steps:
 
-    stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=watch)
+    stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=log)
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
         lr = config.lr * rate(config.schedule, stage.progress)
-        watch.add(sample, distillation=learn(student, sample, config, lr))
+        log.add(sample, distillation=learn(student, sample, config, lr))
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Stage:
                     room = ctx.workers.begin(most=len(numbers) * len(sources))
                     later = room // len(sources)
                     if k < room:  # a worker each; what is left over is made here
-                        sources[k] = source.elsewhere(ctx.workers)
+                        sources[k] = source.on_worker(ctx.workers)
             begun.append([engine.fast.ahead(source, ctx.fast) for source in sources])
             if len(begun) > later:
                 yield begun.popleft()

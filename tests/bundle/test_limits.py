@@ -8,7 +8,7 @@ import torch
 from fedbicross.bundle import OWN, REPLY, UPLOAD, Limits, inspect, pack
 from fedbicross.bundle.limits import for_kind
 from fedbicross.errors import UploadError
-from fedbicross.exchange import pack_states
+from fedbicross.messages import pack_states
 
 
 def test_what_travels_is_read_strictly() -> None:

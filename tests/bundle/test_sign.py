@@ -12,7 +12,7 @@ from fedbicross.bundle import OWN, UPLOAD, inspect, pack, sign, verify_signature
 from fedbicross.bundle.keys import public_text
 from fedbicross.bundle.sign import check_signer
 from fedbicross.errors import UploadError
-from fedbicross.exchange import Reply, Upload
+from fedbicross.messages import Reply, Upload
 
 
 def test_same_key_and_data_give_the_same_bytes() -> None:

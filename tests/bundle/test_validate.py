@@ -13,7 +13,7 @@ from fedbicross import models
 from fedbicross.bundle import validate
 from fedbicross.context import Task
 from fedbicross.errors import UploadError
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 from fedbicross.models import MODELS
 from fedbicross.settings import Settings
 

@@ -22,8 +22,8 @@ from cli.console import Outcome, call, console, snapshot
 from fedbicross.bundle import audit, pack, unpack
 from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
-from fedbicross.exchange import Predictor, file_name
 from fedbicross.federation import simulate
+from fedbicross.messages import Predictor, file_name
 from fedbicross.transport.federation_file import FederationFile, load_federation
 from fedbicross.transport.site_data import load_site
 from small import packed_unchecked

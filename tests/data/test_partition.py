@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedbicross.data import PARTITIONS, Dataset, Partition, check_partition, client_images, make_partition, test_images
 from fedbicross.data.partition import client_names
-from fedbicross.data.units import Units
+from fedbicross.data.patient_groups import PatientGroups
 
 from .helpers import raises, toy
 
@@ -63,11 +63,11 @@ def test_random_manifests(seed, kind, count, with_patients, alpha):
             "test_patients": np.char.add("t", rng.integers(5, size=n_test).astype(str)),
         }
     data = labelled(labels, test_labels, **names)
-    units = len(np.unique(names["train_patients"])) if with_patients else n
+    groups = len(np.unique(names["train_patients"])) if with_patients else n
     options = {"alpha": alpha, "classes_per_client": 1, "min_samples": int(rng.integers(0, 15))}
     if kind == "pathological":  # as many classes as the patients' majority labels leave
-        options["classes_per_client"] = len(np.unique(Units.of(data.train, data.num_classes).label))
-    if count > units:
+        options["classes_per_client"] = len(np.unique(PatientGroups.of(data.train, data.num_classes).label))
+    if count > groups:
         with raises("too_many_clients"):
             draw(data, kind, count, **options)
         return

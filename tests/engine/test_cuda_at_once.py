@@ -19,8 +19,8 @@ from fedbicross.engine import fast
 from fedbicross.engine.device import set_precision
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import DataError
-from fedbicross.exchange import Client
 from fedbicross.federation import simulate
+from fedbicross.messages import Client
 from fedbicross.methods import create
 from fedbicross.runs.runner import make_clients
 

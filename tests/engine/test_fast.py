@@ -18,7 +18,7 @@ from fedbicross.engine import ensemble as ensemble_module
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine import norm as norm_module
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fast import Captured, ahead, recorded, scalar, side_by_side, worth_compiling
+from fedbicross.engine.fast import Captured, ahead, recorded, run_on_streams, scalar, worth_compiling
 from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
@@ -78,7 +78,7 @@ def test_bf16_weights_are_kept_and_statistics_stay_wide() -> None:
     _, fast = both("bf16")
     model = fast._clients[0].model
     kinds = {type(m).__name__: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
-    assert kinds["QuickConv2d"] == {torch.bfloat16}
+    assert kinds["FastConv2d"] == {torch.bfloat16}
     assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
     plain, _ = both("fp32")
     x = noise(64, 3, 6, 6).float()
@@ -124,7 +124,7 @@ def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
 
 
 def test_jobs_side_by_side_keep_their_order() -> None:
-    assert side_by_side([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
+    assert run_on_streams([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
 
 
 def test_without_a_gpu_a_captured_function_is_called() -> None:

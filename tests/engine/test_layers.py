@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedbicross import models
-from fedbicross.engine.layers import QuickConv2d, quick
+from fedbicross.engine.layers import FastConv2d, use_fast_convolutions
 from steps.tiny import noise, randomised
 
 
@@ -25,8 +25,8 @@ from steps.tiny import noise, randomised
 )
 def test_a_fitted_convolution_gives_the_same_numbers_and_gradients(conv: nn.Conv2d) -> None:
     plain = randomised(conv, 0)
-    fitted = quick(copy.deepcopy(plain))
-    assert isinstance(fitted, QuickConv2d)
+    fitted = use_fast_convolutions(copy.deepcopy(plain))
+    assert isinstance(fitted, FastConv2d)
     found = []
     for layer in (plain, fitted):
         x = noise(4, conv.in_channels, 9, 8).requires_grad_(True)
@@ -37,7 +37,7 @@ def test_a_fitted_convolution_gives_the_same_numbers_and_gradients(conv: nn.Conv
 
 
 def test_the_gradient_keeps_the_layout_of_the_kernels() -> None:
-    layer = quick(randomised(nn.Conv2d(16, 6, 1, stride=2), 0))
+    layer = use_fast_convolutions(randomised(nn.Conv2d(16, 6, 1, stride=2), 0))
     x = noise(4, 16, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_(True)
     (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
     assert gradient.is_contiguous(memory_format=torch.channels_last)
@@ -55,12 +55,12 @@ def test_the_gradient_keeps_the_layout_of_the_kernels() -> None:
     ],
 )
 def test_other_convolutions_are_left_alone(conv: nn.Conv2d) -> None:
-    assert type(quick(conv)) is nn.Conv2d
+    assert type(use_fast_convolutions(conv)) is nn.Conv2d
 
 
 def test_names_and_weights_stay() -> None:
     network = models.build("resnet18", 3, 8, 28)
     before = {name: value.data_ptr() for name, value in network.state_dict().items()}
-    changed = [module for module in quick(network).modules() if isinstance(module, QuickConv2d)]
+    changed = [module for module in use_fast_convolutions(network).modules() if isinstance(module, FastConv2d)]
     assert len(changed) == 4  # the stem and three shortcuts
     assert {name: value.data_ptr() for name, value in network.state_dict().items()} == before

@@ -42,7 +42,7 @@ from fedbicross.bundle import UPLOAD, Limits, format, inspect, list_bundles, rea
 from fedbicross.bundle.format import MANIFEST, check_digests, encode_header, pack
 from fedbicross.bundle.sign import check_signer
 from fedbicross.context import Task
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 
 
 class LoaderCalled(Exception):

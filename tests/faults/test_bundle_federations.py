@@ -17,8 +17,8 @@ from faults.toy_bundle import refusal, trained_like
 from fedbicross.bundle import sign, verify_signature
 from fedbicross.bundle.keys import generate_key, public_text
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Client, Reply, Upload, file_name
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Reply, Upload, file_name
 from fedbicross.methods import METHODS, create
 from small import TINY_METHODS, tiny_clients, tiny_context
 

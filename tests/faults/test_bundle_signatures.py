@@ -20,7 +20,7 @@ from faults.toy_bundle import ALLOWED, RUN, key, receive, refusal, toy, toy_tens
 from fedbicross.bundle import audit, format, inspect, keys, pack, read_file, sign, unpack, validate, verify_signature
 from fedbicross.bundle.format import canonical_json, encode_header, with_metadata
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError
-from fedbicross.exchange import Reply, Upload
+from fedbicross.messages import Reply, Upload
 
 ORDER = 2**252 + 27742317777372353535851937790883648493  # of the group in which Ed25519 signs (RFC 8032)
 

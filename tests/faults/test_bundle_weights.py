@@ -15,7 +15,7 @@ from fedbicross.bundle import sign, validate
 from fedbicross.bundle.format import canonical_json, pack
 from fedbicross.context import Context, Task
 from fedbicross.errors import FedBiCrossError, MethodError, UploadError
-from fedbicross.exchange import Client, Upload
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import METHODS, create
 from fedbicross.methods.base import check_needs
 from fedbicross.transport import files

@@ -31,8 +31,8 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.data import Partition, load_dataset
 from fedbicross.engine.recipe import Training
-from fedbicross.exchange import Client, Predictor
 from fedbicross.federation import records, simulate
+from fedbicross.messages import Client, Predictor
 from fedbicross.methods import METHODS, create
 from fedbicross.methods.base import Method
 from small import TINY_METHODS

@@ -18,7 +18,7 @@ from fedbicross.bundle.format import FORMAT, MANIFEST, canonical_json
 from fedbicross.bundle.keys import public_text
 from fedbicross.context import Task
 from fedbicross.errors import FedBiCrossError, UploadError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.transport import files
 
 TASK = Task(("a", "b", "c"), 12, 3, "resnet8")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedbicross import models
 from fedbicross.context import Context
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 
 
 def networks(uploads: Sequence[Upload], ctx: Context) -> list[nn.Module]:

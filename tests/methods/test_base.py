@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs, mixed_models_problem
 from small import tiny_context

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client
 from fedbicross.federation import simulate
+from fedbicross.messages import Client
 from fedbicross.methods import create
 from small import TINY_METHODS, tiny_clients, tiny_context
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.methods.co_boosting import Boosting, describe_weights
 from fedbicross.parts.replay import Replay

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross.context import Context
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.methods.dafl import describe_missing, generator_loss
 from fedbicross.parts.teachers import load_ensemble

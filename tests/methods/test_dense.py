@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
 from fedbicross.methods.dense import generator_loss

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedbicross.context import Context
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
-from fedbicross.methods.e_fedisca import Lessons, Mixtures
+from fedbicross.methods.e_fedisca import DistillationBatches, MixupBatches
 from fedbicross.steps.noise import structured_noise
 from fedbicross.steps.trajectory import Teacher
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -120,7 +120,7 @@ def test_mixtures_are_equation_9_and_drawn_afresh_every_epoch() -> None:
     ctx, config = tiny_context(), create("e_fedisca", {"e_fedisca": SETTINGS}).config
     stored = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 12, 3, 12, 12)
     noise = torch.full((20, 3, 12, 12), 5.0) + torch.arange(20.0).view(20, 1, 1, 1)
-    mixtures = Mixtures(0, stored, noise, config, ctx)
+    mixtures = MixupBatches(0, stored, noise, config, ctx)
     for use in ("adaptation", "distillation"):
         for s in mixtures.steps:
             image, texture = mixtures.at(s, 0.0, use), mixtures.at(s, 1.0, use)
@@ -129,11 +129,11 @@ def test_mixtures_are_equation_9_and_drawn_afresh_every_epoch() -> None:
             assert (texture[:, 0, 0, 0] >= 5).all()
             torch.testing.assert_close(mixtures.at(s, 0.25, use), 0.25 * texture + 0.75 * image)
     assert torch.equal(
-        mixtures.at(2, 1.0, "adaptation"), Mixtures(0, stored, noise, config, ctx).at(2, 1.0, "adaptation")
+        mixtures.at(2, 1.0, "adaptation"), MixupBatches(0, stored, noise, config, ctx).at(2, 1.0, "adaptation")
     )
     assert not torch.equal(mixtures.at(2, 1.0, "adaptation"), mixtures.at(2, 1.0, "distillation"))
     assert not torch.equal(
-        mixtures.at(2, 1.0, "adaptation"), Mixtures(1, stored, noise, config, ctx).at(2, 1.0, "adaptation")
+        mixtures.at(2, 1.0, "adaptation"), MixupBatches(1, stored, noise, config, ctx).at(2, 1.0, "adaptation")
     )
 
 
@@ -148,9 +148,9 @@ def test_lessons_go_on_in_the_groups_that_were_begun(done: int, monkeypatch: pyt
         groups.append(lams)
         return [(0, 0, lam) for lam in lams]
 
-    monkeypatch.setattr(Teacher, "speak_together", answer)
+    monkeypatch.setattr(Teacher, "soft_labels_of_batches", answer)
     teacher = object.__new__(Teacher)
-    seen = list(Lessons(Mixtures(0, None, noise, config, ctx), teacher, None, done))
+    seen = list(DistillationBatches(MixupBatches(0, None, noise, config, ctx), teacher, None, done))
     assert [sample.t for sample in seen] == list(range(done + 1, 8))
     assert [sample.lam for sample in seen] == [1 - t / 7 for t in range(done + 1, 8)]
     whole = [[1 - t / 7 for t in (1, 2, 3, 4)], [1 - t / 7 for t in (5, 6, 7)]]
@@ -160,8 +160,8 @@ def test_lessons_go_on_in_the_groups_that_were_begun(done: int, monkeypatch: pyt
 def test_mixtures_without_noise_or_without_images() -> None:
     ctx, config = tiny_context(), create("e_fedisca", {"e_fedisca": SETTINGS}).config
     stored, noise = torch.zeros(2, 12, 3, 12, 12), torch.ones(20, 3, 12, 12)
-    assert (Mixtures(0, stored, None, config, ctx).at(1, 0.9, "distillation") == 0).all()
-    assert (Mixtures(0, None, noise, config, ctx).at(1, 0.1, "distillation") == 1).all()
+    assert (MixupBatches(0, stored, None, config, ctx).at(1, 0.9, "distillation") == 0).all()
+    assert (MixupBatches(0, None, noise, config, ctx).at(1, 0.1, "distillation") == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["oriented", "pink", "dead_leaves"])

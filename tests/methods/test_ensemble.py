@@ -84,4 +84,4 @@ def test_counts_leave_only_where_the_rule_needs_them() -> None:
     for spec in ("ensemble", "ensemble:mean_probs", "ensemble:class_weighted", "ensemble:consensus"):
         method, weighted = create(spec), spec in ("ensemble:class_weighted", "ensemble:consensus")
         assert (method.upload(client, ctx).class_counts is not None) == weighted
-        assert ("class_counts" in method.needs) == ("per class" in method.leaves) == weighted
+        assert ("class_counts" in method.needs) == ("per class" in method.upload_summary) == weighted

@@ -12,8 +12,8 @@ import torch
 from fedbicross import pipeline
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Reply, Upload
 from fedbicross.federation import records, simulate
+from fedbicross.messages import Reply, Upload
 from fedbicross.methods import METHODS, create, method_names
 from small import TINY_METHODS, tiny_clients, tiny_context
 
@@ -106,7 +106,7 @@ NEED_ONE = {"fedavg", "fedavg:uniform", "fedavg:multi_round"} | {
 
 
 def test_who_refuses_clients_of_different_architectures() -> None:
-    assert {spec for spec in method_names() if create(spec, TINY_METHODS).refuses_mixed_models} == NEED_ONE
+    assert {spec for spec in method_names() if create(spec, TINY_METHODS).mixed_models_error} == NEED_ONE
 
 
 @pytest.mark.parametrize("spec", sorted(NEED_ONE))

@@ -16,13 +16,13 @@ from torch import Tensor
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.falcon import Falcon
 from fedbicross.parts.features import take_prefix
 from fedbicross.parts.features import tokens as tokens_of
-from fedbicross.parts.heads import seeded, split_rows
+from fedbicross.parts.heads import hold_out_rows, seeded
 from fedbicross.parts.sequences import draw_apart, local_generator
 from fedbicross.steps.tokens import exact_copies, nearest_cosine
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -407,7 +407,7 @@ def test_the_generator_that_was_not_yet_learned_by_heart_can_be_kept() -> None:
     for spec in ("falcon", "falcon:held_out"):
         made = method(spec, epochs_generator=60, lr_generator=1e-2)
         tokens = tokens_of(made.config, client, ctx)
-        rows, held_out = split_rows(client, ctx)
+        rows, held_out = hold_out_rows(client, ctx)
         generator, labels = local_generator(made.config, client, tokens, ctx), torch.from_numpy(client.labels)
         with torch.no_grad():
             found[spec] = [float(generator.nll(tokens[part], labels[part]).mean()) for part in (rows, held_out)]
@@ -427,7 +427,7 @@ def test_calibrated_sequences_are_nearer_to_the_real_ones_and_leave_either_way()
         made.check_upload(upload)
         flops[spec] = ctx.record.flops - before
         tokens, labels = tokens_of(made.config, client, ctx), torch.from_numpy(client.labels)
-        rows, _ = split_rows(client, ctx)
+        rows, _ = hold_out_rows(client, ctx)
         real = tokens[rows]
         drawn = [upload.tensors["sequences"][upload.tensors["labels"] == c].mean(0) for c in range(3)]
         found[spec] = sum(float((real[labels[rows] == c].mean(0) - drawn[c]).norm()) for c in range(3))

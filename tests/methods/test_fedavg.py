@@ -5,8 +5,8 @@ import torch
 
 from fedbicross.context import Task
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.methods.fedavg import average
 from small import tiny_clients, tiny_context

@@ -16,11 +16,11 @@ from torch.func import functional_call
 
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.parts.teachers import load_teacher
-from fedbicross.steps.bilevel import split_rows
+from fedbicross.steps.bilevel import split_batch
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["fedbicross"], "personalisation": False}
@@ -206,7 +206,7 @@ def test_one_cluster_without_validation_is_fedisca_to_the_byte(adaptation: str, 
 
 @given(st.integers(2, 300), st.integers(2, 12), st.floats(0.01, 0.95))
 def test_split_is_disjoint_complete_and_stratified(batch: int, classes: int, share: float) -> None:
-    train, held = split_rows(batch, classes, share)
+    train, held = split_batch(batch, classes, share)
     assert sorted([*train, *held]) == list(range(batch))
     assert train and held
     counts = np.bincount(np.arange(batch) % classes, minlength=classes)
@@ -217,10 +217,10 @@ def test_split_is_disjoint_complete_and_stratified(batch: int, classes: int, sha
 
 
 def test_split_of_the_papers_batch() -> None:
-    train, held = split_rows(256, 8, 0.2)
+    train, held = split_batch(256, 8, 0.2)
     assert len(held) == 48 and len(train) == 208
     assert (np.bincount(np.array(held) % 8) == 6).all()
-    assert split_rows(12, 3, 0.0) == (list(range(12)), [])
+    assert split_batch(12, 3, 0.0) == (list(range(12)), [])
 
 
 @pytest.mark.parametrize(("batch", "classes"), [(2, 9), (3, 2), (5, 4)])
@@ -240,7 +240,7 @@ def test_every_clustering_runs(clustering: str, trained: Context) -> None:
     method, ctx = bench(clustering=clustering, trajectories=1), replace(trained)
     uploads = [Upload.unpack(method.upload(client, ctx).pack()) for client in two_camps()]
     assert ("pacfl.signature" in uploads[0].tensors) == (clustering == "pacfl")
-    assert ("principal directions" in method.leaves) == (clustering == "pacfl")
+    assert ("principal directions" in method.upload_summary) == (clustering == "pacfl")
     replies = method.fuse(uploads, tiny_context())
     assert replies[0].info["clusters"] == 2
     assert "pacfl.signature" not in replies[0].tensors

@@ -8,8 +8,8 @@ import torch
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.fedcgs import FedCGS
 from fedbicross.parts.pooled import features

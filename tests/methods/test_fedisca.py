@@ -9,7 +9,7 @@ import slow
 import torch
 
 from fedbicross.context import Context
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedbicross.errors import ConfigError, UploadError
-from fedbicross.exchange import Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from small import TINY_METHODS, tiny_clients, tiny_context
 

@@ -8,8 +8,8 @@ import torch
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.methods.fedpft import FedPFT
 from fedbicross.parts import pooled

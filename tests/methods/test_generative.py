@@ -16,8 +16,8 @@ from PIL import Image
 from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError
-from fedbicross.exchange import Client, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.steps import generators
 from small import TINY_METHODS, tiny_clients, tiny_context

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedbicross.exchange import Predictor
 from fedbicross.federation import simulate
+from fedbicross.messages import Predictor
 from fedbicross.methods import create
 from small import tiny_clients, tiny_context
 

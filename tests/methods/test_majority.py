@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedbicross.exchange import Client
 from fedbicross.federation import simulate
+from fedbicross.messages import Client
 from fedbicross.methods import create
 from small import tiny_clients, tiny_context
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from fedbicross import models, pipeline
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
 from fedbicross.federation import records, simulate
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import METHODS, create
 from fedbicross.parts import gate
 from fedbicross.parts.local import own_model
@@ -218,10 +218,10 @@ def test_what_leaves(trained: Context, uploads: list[Upload]) -> None:
     balanced = trained.with_loss("balanced").local_model(client).state
     assert all(torch.equal(uploads[1].tensors[name], value) for name, value in balanced.items())
     assert uploads[1].class_counts == client.class_counts(3) and uploads[1].num_samples is None
-    assert "class" in tiny().leaves and "class_counts" in tiny().needs
+    assert "class" in tiny().upload_summary and "class_counts" in tiny().needs
     secret = tiny("primum:no_counts")
     assert secret.upload(client, trained).class_counts is None
-    assert "number of training images" not in secret.leaves and "class_counts" not in secret.needs
+    assert "number of training images" not in secret.upload_summary and "class_counts" not in secret.needs
     plain = tiny("primum:cross_entropy").upload(client, trained)
     own = trained.local_model(client).state
     assert all(torch.equal(plain.tensors[name], value) for name, value in own.items())

@@ -14,8 +14,8 @@ from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.engine import train as training
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Predictor, Reply, Upload
 from fedbicross.federation import records, round_records, simulate
+from fedbicross.messages import Predictor, Reply, Upload
 from fedbicross.methods import create
 from small import TINY_METHODS, Killed, Mortal, tiny_clients, tiny_context
 
@@ -64,7 +64,7 @@ def test_one_shot_says_nothing_of_shots(name: str) -> None:
     upload = method.upload(client, ctx)
     assert upload.extra == {} and method.rounds == 1
     assert method.fuse([upload], ctx)[0].info == {"architecture": "resnet8"}
-    assert "times" not in method.leaves and "3 times; the server" in shots(name, 3).leaves
+    assert "times" not in method.upload_summary and "3 times; the server" in shots(name, 3).upload_summary
 
 
 @pytest.mark.parametrize("name", ["fedisca", pytest.param("e_fedisca", marks=pytest.mark.slow)])

@@ -17,8 +17,8 @@ from PIL import Image
 from fedbicross.context import Context, MemoryStore
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import ConfigError, MethodError
-from fedbicross.exchange import Client, Upload
 from fedbicross.federation import records, simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
 from fedbicross.runs.config import load_config
@@ -227,10 +227,10 @@ def test_a_student_that_diverges_is_an_error_in_words(name: str, uploads: list[U
 def test_class_counts_leave_only_where_the_teacher_needs_them(name: str, trained: Context) -> None:
     client = tiny_clients(3)[0]
     assert create(name).upload(client, trained).class_counts is None
-    assert "class" not in create(name).leaves
+    assert "class" not in create(name).upload_summary
     counted = create(f"{name}:class_weighted")
     assert counted.upload(client, trained).class_counts == client.class_counts(3)
-    assert "number of training images per class" in counted.leaves
+    assert "number of training images per class" in counted.upload_summary
     assert "class_counts" in counted.needs
 
 

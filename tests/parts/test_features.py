@@ -12,7 +12,7 @@ import torch
 from fedbicross import models
 from fedbicross.context import Context, MemoryStore
 from fedbicross.errors import ConfigError, MethodError, UploadError
-from fedbicross.exchange import Predictor, Upload
+from fedbicross.messages import Predictor, Upload
 from fedbicross.models.encoders import EncoderSpec
 from fedbicross.parts.features import check_tensors, describe, same_encoder
 from fedbicross.parts.settings import EncoderConfig

@@ -15,8 +15,8 @@ from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.engine.predict import load_model
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Predictor
 from fedbicross.methods import create
 from fedbicross.parts import gate
 from fedbicross.parts.local import own_model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.parts.heads import Fit, fit_head, seeded, split_rows
+from fedbicross.parts.heads import Fit, fit_head, hold_out_rows, seeded
 from small import Killed, Mortal, tiny_clients, tiny_context
 
 
@@ -115,9 +115,9 @@ def test_seeded_dropout_depends_on_the_stream_alone() -> None:
 
 def test_split_is_the_same_for_all_and_whole_patients_stay_together() -> None:
     client = tiny_clients(1, per_client=40)[0]
-    rows, held_out = split_rows(client, tiny_context())
+    rows, held_out = hold_out_rows(client, tiny_context())
     assert sorted([*rows.tolist(), *held_out.tolist()]) == list(range(40)) and len(held_out) == 4
-    assert torch.equal(rows, split_rows(client, tiny_context())[0])
+    assert torch.equal(rows, hold_out_rows(client, tiny_context())[0])
     people = np.array([f"p{i // 4}" for i in range(40)])
-    rows, held_out = split_rows(replace(client, patients=people), tiny_context())
+    rows, held_out = hold_out_rows(replace(client, patients=people), tiny_context())
     assert not set(people[rows.numpy()]) & set(people[held_out.numpy()]) and len(held_out)

@@ -12,7 +12,7 @@ import torch
 
 from fedbicross.bundle import validate
 from fedbicross.engine.predict import load_model
-from fedbicross.exchange import Client
+from fedbicross.messages import Client
 from fedbicross.parts.local import own_model
 from small import tiny_clients, tiny_context
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fedbicross import models
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client
+from fedbicross.messages import Client
 from fedbicross.parts.personal import distil_personal
 from small import tiny_clients, tiny_context
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.parts.replay import Replay
 from fedbicross.parts.teachers import send_network

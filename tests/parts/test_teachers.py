@@ -8,7 +8,7 @@ import torch
 from fedbicross.context import Context
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.parts import teachers
 from fedbicross.parts.teachers import inversion_settings, load_teacher, send_network

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbicross import models
-from fedbicross.steps.autoregression import Mixture, Scheme, TokenGenerator, attention_mask, bounded, positions
+from fedbicross.steps.autoregression import Scheme, TokenGenerator, TokenMixture, attention_mask, bounded, positions
 
 SCHEMES: tuple[Scheme, ...] = ("mar", "ar", "nar")
 
@@ -135,11 +135,11 @@ def test_bounds_are_smooth() -> None:
 # --- samples ------------------------------------------------------------------------------------------
 
 
-def mixture_by_hand(count: int) -> Mixture:
+def mixture_by_hand(count: int) -> TokenMixture:
     weights = torch.tensor([0.2, 0.5, 0.3]).log()
     means = torch.tensor([[-3.0, 1.0], [0.0, 0.0], [2.0, -4.0]])
     log_variances = torch.tensor([[0.04, 0.25], [1.0, 0.01], [0.25, 1.0]]).log()
-    return Mixture(weights.expand(count, 1, 3), means.expand(count, 1, 3, 2), log_variances.expand(count, 1, 3, 2))
+    return TokenMixture(weights.expand(count, 1, 3), means.expand(count, 1, 3, 2), log_variances.expand(count, 1, 3, 2))
 
 
 def test_samples_follow_the_density_by_kolmogorov_smirnov() -> None:
@@ -191,7 +191,7 @@ def test_batched_sampling_is_one_pass_per_block(scheme: Scheme, monkeypatch: pyt
     model, passes = generator(scheme), []
     plain = TokenGenerator.forward
 
-    def counted(self: TokenGenerator, tokens: Tensor, labels: Tensor) -> Mixture:
+    def counted(self: TokenGenerator, tokens: Tensor, labels: Tensor) -> TokenMixture:
         passes.append(len(labels))
         return plain(self, tokens, labels)
 

@@ -141,7 +141,7 @@ def test_every_way_to_make_a_pass_says_the_same(precision: str, off: float) -> N
         for compiled in (False, True):
             fast = Ensemble(networks, precision, fast=True)
             fast.compile = fast.compile if compiled else ()
-            assert all(client.folded is not None for client in fast._clients)
+            assert all(client.fused is not None for client in fast._clients)
             recorded = Captured(partial(passes, fast))
             for found in (recorded(x), recorded(x)):  # as recorded, and again
                 apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbicross.steps.mixtures import (
     Covariance,
-    Mixture,
+    FeatureMixture,
     _triangles,
     component_count,
     fit_mixture,
@@ -22,7 +22,7 @@ from fedbicross.steps.mixtures import (
 KINDS: tuple[Covariance, ...] = ("diag", "spherical", "full")
 
 
-def covariance_matrices(mixture: Mixture, covariance: str) -> Tensor:
+def covariance_matrices(mixture: FeatureMixture, covariance: str) -> Tensor:
     """Σ of every component, [K,D,D]."""
     width = mixture.means.shape[1]
     if covariance == "full":
@@ -32,7 +32,7 @@ def covariance_matrices(mixture: Mixture, covariance: str) -> Tensor:
     return torch.diag_embed(scales.square())
 
 
-def fit(x: np.ndarray, components: int = 3, covariance: Covariance = "diag", **options: float) -> Mixture:
+def fit(x: np.ndarray, components: int = 3, covariance: Covariance = "diag", **options: float) -> FeatureMixture:
     values = {"floor": 1e-6, "per_component": 5, "smallest_group": 2, "tolerance": 1e-6, "iterations": 500, "seed": 0}
     return fit_mixture(x, components, covariance, **{**values, **options})
 

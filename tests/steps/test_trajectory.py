@@ -67,9 +67,9 @@ def test_batch_adaptation_labels_every_batch_by_its_own_statistics(convention, l
 @pytest.mark.parametrize("fast", [False, True])
 def test_several_batches_asked_together_are_answered_as_one_by_one(fast):
     batches, lams = images()[:3], [0.7, 0.3, 0.0]
-    expected = [teacher().speak(x, lam) for x, lam in zip(batches, lams, strict=True)]
+    expected = [teacher().soft_labels(x, lam) for x, lam in zip(batches, lams, strict=True)]
     clients = [randomised(Tiny(width=4 + i), seed=i).float() for i in range(2)]
-    found = replace(teacher(), ensemble=Ensemble(clients, fast=fast)).speak_together(batches, lams)
+    found = replace(teacher(), ensemble=Ensemble(clients, fast=fast)).soft_labels_of_batches(batches, lams)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[0], theirs[0])
         torch.testing.assert_close(ours[1], theirs[1])
@@ -124,7 +124,7 @@ def test_a_teacher_whose_weight_is_zero_is_not_asked(adaptation, lam, asked, mon
     for name, word in [("logits", "stored"), ("batch_logits", "batch")]:
         function = getattr(speaker.ensemble, name)
         monkeypatch.setattr(speaker.ensemble, name, lambda x, *more, f=function, w=word: calls.append(w) or f(x, *more))
-    speaker.speak(images()[0], lam)
+    speaker.soft_labels(images()[0], lam)
     assert calls == asked
 
 
@@ -163,8 +163,8 @@ def test_the_beginning_is_enough_to_go_on_from(adaptation, done, monkeypatch):
     expected = list(start(teacher(adaptation)))[done:]
     place = {**start(teacher(adaptation)).tensors(), "done": torch.tensor(done)}
     resumed = Trajectory.from_tensors(teacher(adaptation).on("cpu"), SETTINGS, place)
-    spoken, speak = [], Teacher.speak
-    monkeypatch.setattr(Teacher, "speak", lambda self, *args: spoken.append(1) or speak(self, *args))
+    spoken, speak = [], Teacher.soft_labels
+    monkeypatch.setattr(Teacher, "soft_labels", lambda self, *args: spoken.append(1) or speak(self, *args))
     found = list(resumed)
     assert [sample.t for sample in found] == list(range(done + 1, 6)) and len(spoken) == 5 - done
     for left, right in zip(found, expected, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbicross.bundle import keys
 from fedbicross.context import Context
-from fedbicross.exchange import Client
+from fedbicross.messages import Client
 from fedbicross.transport.federation_file import FederationFile, new_federation
 from small import tiny_clients
 

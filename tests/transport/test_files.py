@@ -19,8 +19,8 @@ from fedbicross import models
 from fedbicross.bundle import audit, keys, sign
 from fedbicross.context import Silent
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
-from fedbicross.exchange import Client, Reply, Upload
 from fedbicross.federation import simulate
+from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.transport import files
 from fedbicross.transport.federation_file import CountPolicy

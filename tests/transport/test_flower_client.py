@@ -13,11 +13,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 
 from fedbicross.bundle import keys
-from fedbicross.cli.exchange import server_work, site_work
+from fedbicross.cli.common import server_work, site_work
 from fedbicross.methods.majority import Majority
 from fedbicross.transport import files, site_data
-from fedbicross.transport.flower import carry, client
-from fedbicross.transport.flower.places import LOG, ServerPlaces, SitePlaces
+from fedbicross.transport.flower import client, envelope
+from fedbicross.transport.flower.settings import LOG, ServerSettings, SiteSettings
 
 SERVER_KEY = keys.generate_key()
 
@@ -62,7 +62,7 @@ class Site:
 
     def ask(self, kind: str, run: str | None = None, bundle: bytes | None = None) -> Message:
         note = {"run": self.federation.run if run is None else run}
-        message = Message(carry.content(note, bundle), 1, kind)
+        message = Message(envelope.content(note, bundle), 1, kind)
         message.metadata.__dict__["_message_id"] = "question"
         context = SimpleNamespace(node_config=self.config)
         return (client.train if kind == "train" else client.evaluate)(message, context)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Site:
         return (self.folder / "work" / LOG).read_text()
 
     def replies(self, name: str) -> bytes:
-        upload = carry.bundle_of(self.ask("train"))
+        upload = envelope.bundle_of(self.ask("train"))
         replies = files.fuse_uploads(
             self.federation, {"north": upload}, self.folder / "server", SERVER_KEY, device="cpu"
         )
@@ -93,10 +93,10 @@ def words(message: Message) -> str:
 
 
 def test_the_upload_is_made_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = carry.bundle_of(site.ask("train"))
+    first = envelope.bundle_of(site.ask("train"))
     assert files.verify_upload(site.federation, first).client == "north"
     monkeypatch.setattr(Majority, "upload", lambda *args: pytest.fail("made again"))
-    assert carry.bundle_of(site.ask("train")) == first
+    assert envelope.bundle_of(site.ask("train")) == first
 
 
 def test_what_client_train_made_before_is_sent(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +106,19 @@ def test_what_client_train_made_before_is_sent(site: Site, monkeypatch: pytest.M
     key = keys.load_private_key(site.config["key"])
     made = files.make_upload(agreed, images, key, site_work(Path(site.config["work"]), agreed, "north"), device="cpu")
     monkeypatch.setattr(Majority, "upload", lambda *args: pytest.fail("made again"))
-    assert carry.bundle_of(site.ask("train")) == made
+    assert envelope.bundle_of(site.ask("train")) == made
 
 
 def test_server_and_command_line_share_a_folder(site: Site) -> None:
     values = {key: value for key, value in site.config.items() if key != "data"}
-    places = ServerPlaces(**values)
-    assert places.folder(site.federation) / "server" == server_work(Path(site.config["work"]), site.federation)
+    settings = ServerSettings(**values)
+    assert settings.folder(site.federation) / "server" == server_work(Path(site.config["work"]), site.federation)
 
 
 def test_the_reply_is_kept_and_confirmed(site: Site) -> None:
     reply = site.replies("north")
     receipt = site.ask("evaluate", bundle=reply)
-    assert carry.note_of(receipt)["state"] == "model_made"
+    assert envelope.note_of(receipt)["state"] == "model_made"
     assert site.kept.read_bytes() == reply
     assert not receipt.content.array_records  # nothing but the receipt leaves
 
@@ -131,7 +131,7 @@ def test_a_reply_is_kept_even_if_no_model_comes_of_it(site: Site, monkeypatch: p
 
     monkeypatch.setattr(Majority, "personalize", broken)
     receipt = site.ask("evaluate", bundle=reply)
-    assert carry.note_of(receipt)["state"] == "reply_kept_no_model"
+    assert envelope.note_of(receipt)["state"] == "reply_kept_no_model"
     assert site.kept.read_bytes() == reply
     assert "Smith" not in words(receipt)
     assert "patient Smith" in site.log()
@@ -140,8 +140,8 @@ def test_a_reply_is_kept_even_if_no_model_comes_of_it(site: Site, monkeypatch: p
 def test_a_reply_that_is_not_the_servers_is_refused(site: Site) -> None:
     reply = bytearray(site.replies("north"))
     reply[-1] ^= 1
-    for data in (bytes(reply), carry.bundle_of(site.ask("train")), b"", b"\0" * 100):
-        answer = carry.note_of(site.ask("evaluate", bundle=data))
+    for data in (bytes(reply), envelope.bundle_of(site.ask("train")), b"", b"\0" * 100):
+        answer = envelope.note_of(site.ask("evaluate", bundle=data))
         assert answer["code"]
         assert "sha256" not in answer
         assert not site.kept.exists()
@@ -149,7 +149,7 @@ def test_a_reply_that_is_not_the_servers_is_refused(site: Site) -> None:
 
 def test_another_run_is_refused_before_anything_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_data, "load_site", lambda *args: pytest.fail("images were read"))
-    assert carry.note_of(site.ask("train", run="another+0123"))["code"] == "other_run"
+    assert envelope.note_of(site.ask("train", run="another+0123"))["code"] == "other_run"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_of_an_error_only_its_code_leaves(site: Site, change: dict[str, str], co
     site.config |= change
     answer = site.ask("train")
     assert not answer.content.array_records
-    assert list(carry.note_of(answer)) == ["code"]
-    assert code is None or carry.note_of(answer)["code"] == code
+    assert list(envelope.note_of(answer)) == ["code"]
+    assert code is None or envelope.note_of(answer)["code"] == code
     assert "secret" not in words(answer)
     assert "/" not in words(answer)
 
@@ -178,15 +178,15 @@ def test_of_a_bug_only_the_word_unexpected_leaves(site: Site, monkeypatch: pytes
 
     monkeypatch.setattr(site_data, "load_site", broken)
     answer = site.ask("train")
-    assert carry.note_of(answer) == {"code": "unexpected"}
+    assert envelope.note_of(answer) == {"code": "unexpected"}
     assert "patient Smith, 3 May" in site.log()
 
 
 def test_a_key_that_nobody_listed(site: Site) -> None:
     keys.save_private_key(site.folder / "other.key", keys.generate_key())
     site.config["key"] = str(site.folder / "other.key")
-    assert carry.note_of(site.ask("train"))["code"] == "not_listed"
+    assert envelope.note_of(site.ask("train"))["code"] == "not_listed"
 
 
 def test_the_site_is_found_by_its_key(site: Site) -> None:
-    assert SitePlaces(**site.config).name(site.federation) == "north"
+    assert SiteSettings(**site.config).name(site.federation) == "north"

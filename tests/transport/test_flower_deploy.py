@@ -18,7 +18,14 @@ from fedbicross.bundle import keys
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.transport import files
 from fedbicross.transport.flower import NEWEST, OLDEST, TESTED, certificates, deploy, require_flower
-from fedbicross.transport.flower.places import Diary, ServerPlaces, SitePlaces, Waiting, server_places, site_settings
+from fedbicross.transport.flower.settings import (
+    LogFile,
+    ServerSettings,
+    SiteSettings,
+    Waiting,
+    settings_of_superlink,
+    site_settings,
+)
 from imports import SOURCE, modules_of, reachable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,8 +53,8 @@ class Ready:
         certificates.make_certificates(folder / "certificates", ["localhost"])
         certificates.make_node_key(folder / "node.key")
         common = {"federation": str(folder / "federation.toml"), "work": str(folder / "work")}
-        self.server = ServerPlaces(**common, key=str(folder / "server.key"))
-        self.site = SitePlaces(**common, key=str(folder / "north.key"), data=str(folder / "images"))
+        self.server = ServerSettings(**common, key=str(folder / "server.key"))
+        self.site = SiteSettings(**common, key=str(folder / "north.key"), data=str(folder / "images"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +120,7 @@ def test_paths_are_made_absolute_and_relative_ones_refused() -> None:
 def test_a_superlink_started_otherwise_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDBICROSS_FLOWER_SERVER", raising=False)
     with pytest.raises(ConfigError, match="fedbicross flower up"):
-        server_places()
+        settings_of_superlink()
 
 
 def test_a_command_of_flowers_that_fails_is_one_line(tmp_path: Path) -> None:
@@ -212,10 +219,10 @@ def test_only_this_room_imports_flower_and_what_comes_with_it() -> None:
     strangers = {"flwr", "httpx", "uvicorn", "starlette", "fastapi", "grpc"}
     users = {file for file in SOURCE.rglob("*.py") if imported(file) & strangers}
     assert {file.relative_to(room).name for file in users} == {
-        "carry.py",
         "client.py",
-        "exchange.py",
+        "envelope.py",
         "gate.py",
+        "pending.py",
         "server.py",
     }
 
@@ -262,9 +269,9 @@ def test_without_flower_the_command_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_the_diary_keeps_one_line_per_entry(tmp_path: Path) -> None:
     heard: list[str] = []
-    diary = Diary(tmp_path / "deep" / "log", heard.append)
-    diary.say("one\ntwo")
-    update = diary.start("work", 100)
+    log = LogFile(tmp_path / "deep" / "log", heard.append)
+    log.say("one\ntwo")
+    update = log.start("work", 100)
     for step in range(1, 101):
         update(step, "")
     lines = (tmp_path / "deep/log").read_text().splitlines()

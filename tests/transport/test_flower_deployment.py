@@ -26,7 +26,7 @@ from PIL import Image
 import fedbicross
 from fedbicross.bundle import keys
 from fedbicross.context import Silent
-from fedbicross.exchange import Reply
+from fedbicross.messages import Reply
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import certificates, deploy
 from small import TINY_METHODS

@@ -18,11 +18,11 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedbicross.bundle import keys, sign
 from fedbicross.errors import MethodError, RunError, UploadError
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.transport import files
-from fedbicross.transport.flower import carry
-from fedbicross.transport.flower.places import Waiting
+from fedbicross.transport.flower import envelope
 from fedbicross.transport.flower.server import OneShot
+from fedbicross.transport.flower.settings import Waiting
 from small import tiny_clients
 
 KEYS = {name: keys.generate_key() for name in ("client-0", "client-1", "client-2")}
@@ -135,16 +135,16 @@ class PlayedGrid(Grid):
 
 
 def sends(data: bytes) -> Answer:
-    return lambda message: Message(carry.content({}, data), reply_to=message)
+    return lambda message: Message(envelope.content({}, data), reply_to=message)
 
 
 def confirms(message: Message) -> Message:
-    digest = hashlib.sha256(carry.bundle_of(message)).hexdigest()
-    return Message(carry.content({"sha256": digest, "state": "model_made"}), reply_to=message)
+    digest = hashlib.sha256(envelope.bundle_of(message)).hexdigest()
+    return Message(envelope.content({"sha256": digest, "state": "model_made"}), reply_to=message)
 
 
 def says(**note: str) -> Answer:
-    return lambda message: Message(carry.content(note), reply_to=message)
+    return lambda message: Message(envelope.content(note), reply_to=message)
 
 
 def fails(code: int, reason: str = "") -> Answer:
@@ -399,8 +399,8 @@ def test_one_round_only(federation, tmp_path) -> None:
 
 def test_bytes_travel_unchanged() -> None:
     for data in (b"", b"\0", bytes(range(256)) * 1000):
-        message = Message(carry.content({"a": "b"}, data), 1, "train")
-        assert carry.bundle_of(message) == data
-        assert carry.note_of(message) == {"a": "b"}
+        message = Message(envelope.content({"a": "b"}, data), 1, "train")
+        assert envelope.bundle_of(message) == data
+        assert envelope.note_of(message) == {"a": "b"}
     with pytest.raises(UploadError, match="no bundle"):
-        carry.bundle_of(Message(carry.content({}), 1, "train"))
+        envelope.bundle_of(Message(envelope.content({}), 1, "train"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 from fedbicross.parts import gate
 from fedbicross.parts.local import own_model
 from fedbicross.transport.onnx_export import Whole, export

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.context import Task
-    from fedbicross.exchange import Predictor, Upload
+    from fedbicross.messages import Predictor, Upload
 
 # How every network here sees a pixel x of 0..255. It stands in the manifest, so that a site that does otherwise shows.
 PREPROCESSING = "(x/255-0.5)/0.5"

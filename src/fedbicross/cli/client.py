@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbicross import bundle, transport
-from fedbicross.cli import client_model, exchange
-from fedbicross.cli.exchange import (
+from fedbicross.cli import client_model, common
+from fedbicross.cli.common import (
     FEDERATION,
     WORK,
     DeviceOption,
@@ -42,7 +42,7 @@ def keygen(
     json: JsonOption = False,
 ) -> None:
     """Make the site's key pair."""
-    exchange.keygen(out, json)
+    common.keygen(out, json)
 
 
 @app.command()
@@ -79,7 +79,7 @@ def train(
         print_json({"path": str(target), "client": site, "run": agreed.run, **_facts(sent)})
         return
     print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
-    print(f"what leaves: {agreed.build().leaves}")
+    print(f"what leaves: {agreed.build().upload_summary}")
     print(f"look at it:  fedbicross client show {target}")
 
 
@@ -160,7 +160,9 @@ def _words(data: bytes, header: Header, agreed: FederationFile | None) -> list[t
     else:
         rows += [("further numbers and words", _plain(manifest.get("info")))]
     if agreed is not None:
-        rows += [("the method says", agreed.build().leaves if header.kind == "upload" else "a reply of the server")]
+        rows += [
+            ("the method says", agreed.build().upload_summary if header.kind == "upload" else "a reply of the server")
+        ]
     return [*rows, ("checked", _verdict(data, header, agreed))]
 
 

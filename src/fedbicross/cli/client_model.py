@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbicross import bundle, engine, report, transport
-from fedbicross.cli.exchange import (
+from fedbicross.cli.common import (
     FEDERATION,
     WORK,
     DeviceOption,
@@ -31,7 +31,7 @@ from fedbicross.cli.show import print_json, progress
 from fedbicross.errors import DataError
 
 if TYPE_CHECKING:
-    from fedbicross.exchange import Predictor
+    from fedbicross.messages import Predictor
 
 BATCH = 256  # images read and answered at a time
 ModelOption = Annotated[Path, typer.Option(help="the folder that `client personalize` wrote")]
@@ -78,7 +78,7 @@ def personalize(
         client=site,
         run=agreed.run,
         method=agreed.method,
-        leaves=method.leaves,
+        leaves=method.upload_summary,
         upload_bytes=sent.stat().st_size if sent.is_file() else None,
         train_images=len(client.labels),
         hold_out=agreed.hold_out,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbicross import bundle, runs, transport
-from fedbicross.cli.exchange import FEDERATION, JsonOption, print_table, read_public, write_new
+from fedbicross.cli.common import FEDERATION, JsonOption, print_table, read_public, write_new
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError
 
@@ -80,7 +80,9 @@ def show(
     method = federation.build()
     if json:
         resolved = {**federation.model_dump(), "settings": method.config.model_dump()}
-        print_json({**resolved, "fingerprint": federation.fingerprint, "run": federation.run, "leaves": method.leaves})
+        print_json(
+            {**resolved, "fingerprint": federation.fingerprint, "run": federation.run, "leaves": method.upload_summary}
+        )
         return
     counts = federation.class_counts
     small = (
@@ -94,7 +96,7 @@ def show(
         ("model", federation.model),
         ("method", f"{federation.method}: {method.summary}"),
         ("training", f"{federation.training.recipe} recipe, {federation.training.epochs} epochs"),
-        ("what leaves", method.leaves),
+        ("what leaves", method.upload_summary),
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
         ("quorum", f"{federation.quorum} of {len(federation.clients)}"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedbicross.cli.exchange import FEDERATION, WORK, DeviceOption, FederationOption, JsonOption, WorkOption
+from fedbicross.cli.common import FEDERATION, WORK, DeviceOption, FederationOption, JsonOption, WorkOption
 from fedbicross.cli.show import print_json
 from fedbicross.transport import flower
 
@@ -48,8 +48,8 @@ def up(
     device: DeviceOption = "auto",
 ) -> None:
     """At the server: start the SuperLink behind a gate that lets only nodes in, and stay; Ctrl-C ends it."""
-    places = flower.places.server_settings(federation=federation, key=key, work=work, device=device)
-    link, gate = flower.deploy.superlink(places, certificates, host, port)
+    settings = flower.settings.server_settings(federation=federation, key=key, work=work, device=device)
+    link, gate = flower.deploy.superlink(settings, certificates, host, port)
     gate.begin()
     link.become()
 
@@ -77,10 +77,10 @@ def join(
     device: DeviceOption = "auto",
 ) -> None:
     """At a site: start the SuperNode and stay; it answers when the server asks."""
-    places = flower.places.site_settings(federation=federation, key=key, work=work, data=data, device=device)
+    settings = flower.settings.site_settings(federation=federation, key=key, work=work, data=data, device=device)
     if flower.deploy.lock_is_void():
         typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
-    flower.deploy.supernode(places, server, ca, node_key).become()
+    flower.deploy.supernode(settings, server, ca, node_key).become()
 
 
 @app.command()
@@ -93,7 +93,7 @@ def run(
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
     hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
     summary = flower.deploy.run(
-        work, flower.places.Waiting.from_run_config(hours), lambda line: typer.echo(line, err=True)
+        work, flower.settings.Waiting.from_run_config(hours), lambda line: typer.echo(line, err=True)
     )
     if json:
         print_json(summary)

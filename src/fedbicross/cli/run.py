@@ -70,7 +70,7 @@ def run(
     if engine is Engine.ray:
         if overwrite:
             raise ConfigError("engine", "--engine ray does not overwrite; choose another --out")
-        run_and_report(lambda progress: runs.spread.run(loaded, folder, "ray", progress), folder, json)
+        run_and_report(lambda progress: runs.ray_workers.run(loaded, folder, "ray", progress), folder, json)
         return
     run_and_report(lambda progress: runs.runner.run(loaded, folder, progress=progress, replace=overwrite), folder, json)
 

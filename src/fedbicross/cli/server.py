@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbicross import bundle, transport
-from fedbicross.cli import exchange
-from fedbicross.cli.exchange import (
+from fedbicross.cli import common
+from fedbicross.cli.common import (
     FEDERATION,
     WORK,
     DeviceOption,
@@ -41,7 +41,7 @@ def keygen(
     json: JsonOption = False,
 ) -> None:
     """Make the server's key pair."""
-    exchange.keygen(out, json)
+    common.keygen(out, json)
 
 
 @app.command()

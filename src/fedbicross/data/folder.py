@@ -29,7 +29,7 @@ from PIL import Image as pillow
 from PIL import ImageOps
 
 from fedbicross.data.dataset import Dataset, Images, Indices, Names, Split
-from fedbicross.data.units import split_off_test
+from fedbicross.data.patient_groups import split_off_test
 from fedbicross.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedbicross.data import deal
+from fedbicross.data import partitioners
+from fedbicross.data.patient_groups import PatientGroups
 from fedbicross.data.scanner import ScannerShift, draw_scanner
-from fedbicross.data.units import Units
 from fedbicross.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
@@ -126,37 +126,39 @@ def make_partition(
     """Draw a partition of one of the ``PARTITIONS``; ``seed`` is only recorded, all chance comes from ``rng``."""
     if kind not in PARTITIONS:
         raise ConfigError("unknown_partition", f"no partition is called {kind!r}{nearest(kind, PARTITIONS)}")
-    units = Units.of(dataset.train, dataset.num_classes)
+    groups = PatientGroups.of(dataset.train, dataset.num_classes)
     warnings: list[str] = []
     params: dict[str, Any] = {}
     if kind == "natural":
-        sites, owner = deal.natural(dataset.train, units)
+        sites, owner = partitioners.natural(dataset.train, groups)
         if num_clients not in (None, len(sites)):
             warnings.append(f"the data name {len(sites)} sites: {num_clients} clients were asked for")
         count, params = len(sites), {"sites": sites}
     else:
-        count = _check_count(num_clients, units)
+        count = _check_count(num_clients, groups)
         if kind in ("iid", "scanner"):
-            owner = deal.iid(units, count, rng)
+            owner = partitioners.iid(groups, count, rng)
         elif kind == "quantity":
             params = {"alpha": _check_alpha(alpha)}
-            owner = deal.quantity(units, count, alpha, rng)
+            owner = partitioners.quantity(groups, count, alpha, rng)
         elif kind == "pathological":
             params = {"classes_per_client": int(classes_per_client)}
-            owner = deal.pathological(units, count, _check_classes(classes_per_client, count, units), rng, warnings)
+            owner = partitioners.pathological(
+                groups, count, _check_classes(classes_per_client, count, groups), rng, warnings
+            )
         else:
             if min_samples < 0:
                 raise ConfigError("bad_min_samples", f"min_samples must be 0 or more, got {min_samples}")
             params = {"alpha": _check_alpha(alpha), "min_samples": int(min_samples)}
-            owner = deal.dirichlet(units, count, alpha, rng, balanced=kind == "dirichlet")
-            owner = deal.repair(units, owner, count, min_samples, warnings)
-    image_owner = owner[units.of_image]
+            owner = partitioners.dirichlet(groups, count, alpha, rng, balanced=kind == "dirichlet")
+            owner = partitioners.repair(groups, owner, count, min_samples, warnings)
+    image_owner = owner[groups.of_image]
     train_indices = tuple(np.flatnonzero(image_owner == client) for client in range(count))
     if kind == "natural" and dataset.test.sites is not None:
-        test_owner = deal.site_owner(dataset.test.sites, params["sites"])
+        test_owner = partitioners.site_owner(dataset.test.sites, params["sites"])
     else:
-        held = deal.class_counts(image_owner, dataset.train.labels, count, dataset.num_classes)
-        test_owner = deal.matched(Units.of(dataset.test, dataset.num_classes), held, rng)
+        held = partitioners.class_counts(image_owner, dataset.train.labels, count, dataset.num_classes)
+        test_owner = partitioners.matched(PatientGroups.of(dataset.test, dataset.num_classes), held, rng)
     scanners = None
     if kind == "scanner":
         if not (math.isfinite(strength) and strength >= 0):
@@ -236,12 +238,12 @@ def _integers(values: Any) -> Indices:
     return array.astype(np.int64)
 
 
-def _check_count(num_clients: int | None, units: Units) -> int:
+def _check_count(num_clients: int | None, groups: PatientGroups) -> int:
     if num_clients is None or num_clients < 1:
         raise ConfigError("bad_clients", f"the number of clients must be 1 or more, got {num_clients}")
-    if num_clients > len(units):
-        what = "patients" if units.are_patients else "training images"
-        raise DataError("too_many_clients", f"{num_clients} clients cannot share {len(units)} {what}")
+    if num_clients > len(groups):
+        what = "patients" if groups.are_patients else "training images"
+        raise DataError("too_many_clients", f"{num_clients} clients cannot share {len(groups)} {what}")
     return num_clients
 
 
@@ -251,8 +253,8 @@ def _check_alpha(alpha: float) -> float:
     return float(alpha)
 
 
-def _check_classes(classes_per_client: int, count: int, units: Units) -> int:
-    present = len(np.unique(units.label))
+def _check_classes(classes_per_client: int, count: int, groups: PatientGroups) -> int:
+    present = len(np.unique(groups.label))
     if not 1 <= classes_per_client <= present:
         raise ConfigError(
             "bad_classes_per_client", f"classes_per_client must be 1 to {present}, got {classes_per_client}"

@@ -3,7 +3,7 @@
 Every `nn.BatchNorm2d` of a private copy of each model is replaced by `engine.norm.Norm`, whose statistics can be chosen
 for each pass. The plain path is the reference. On the fast one clients run side by side, in bf16 kept as such; passes
 that will be made often enough are one compiled function per architecture, called with each client's weights; and passes
-with stored statistics and without gradients are folded (`engine.fold`).
+with stored statistics and without gradients are folded (`engine.fuse_batchnorm`).
 
 Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
 `Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
@@ -24,8 +24,8 @@ from torch.func import functional_call
 
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine.device import autocast
-from fedbicross.engine.fold import Fused, folded
-from fedbicross.engine.layers import quick
+from fedbicross.engine.fuse_batchnorm import FusedConv2d, fuse_batchnorm
+from fedbicross.engine.layers import use_fast_convolutions
 from fedbicross.engine.norm import BNDistance, Mode, Norm, Pass, Way
 from fedbicross.engine.norm import LayerStatistics as LayerStatistics
 from fedbicross.errors import MethodError
@@ -46,7 +46,7 @@ class _Client:
 
     model: nn.Module
     current: Pass
-    folded: nn.Module | None = None
+    fused: nn.Module | None = None
 
 
 class Ensemble:
@@ -96,8 +96,8 @@ class Ensemble:
         moved._clients = copy.deepcopy(moved._clients)
         for client in moved._clients:
             client.model.to(device)
-            if client.folded is not None:
-                client.folded.to(device)
+            if client.fused is not None:
+                client.fused.to(device)
         return moved
 
     def expect(self, architectures: Sequence[str], steps: Mapping[str, int]) -> None:
@@ -184,13 +184,13 @@ class Ensemble:
         if self.fast and self.precision == "bf16":
             x = x.to(torch.bfloat16)
         jobs = [partial(self._pass, client, x, mode, batches) for client in self._clients]
-        results = fast_path.side_by_side(jobs, x.device.type if self.fast else "cpu")
+        results = fast_path.run_on_streams(jobs, x.device.type if self.fast else "cpu")
         return _stacked([logits for logits, _ in results]), [other for _, other in results]
 
     def _pass(self, client: _Client, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
         """One client's pass, in the quickest way that there is for it."""
-        if mode == "stored" and client.folded is not None and not (x.requires_grad and torch.is_grad_enabled()):
-            output = client.folded(x)
+        if mode == "stored" and client.fused is not None and not (x.requires_grad and torch.is_grad_enabled()):
+            output = client.fused(x)
             return output, _nothing(output)
         if self.fast and mode in self.compile:
             model = client.model
@@ -303,7 +303,7 @@ def _private_copy(model: nn.Module, precision: str, fast: bool, bn_distance: BND
             setattr(private.get_submodule(parent), attribute, norm)
     if not fast:
         return _Client(private, current)
-    without = folded(quick(private))
+    without = fuse_batchnorm(use_fast_convolutions(private))
     if precision == "bf16":  # as autocast would at each step
         for network in (private, without) if without is not None else (private,):
             _keep_in_bf16(network)
@@ -313,7 +313,7 @@ def _private_copy(model: nn.Module, precision: str, fast: bool, bn_distance: BND
 def _keep_in_bf16(model: nn.Module) -> None:
     """Weights of convolutions and linear layers in bf16; batch normalisation and its statistics stay as they are."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear | Fused):
+        if isinstance(module, nn.Conv2d | nn.Linear | FusedConv2d):
             module.to(torch.bfloat16)
 
 

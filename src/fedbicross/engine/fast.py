@@ -1,8 +1,8 @@
 """The fast path on a GPU: compiled network passes, whole steps recorded as CUDA graphs, and work done side by side.
 
 A step of synthesis over five clients is thousands of small kernels; launching them one by one takes longer than the
-arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch, ``side_by_side`` lets
-clients share the GPU, and ``Ahead`` makes the next batch while a student learns from the last one. The plain path
+arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch, ``run_on_streams``
+lets clients share the GPU, and ``Ahead`` makes the next batch while a student learns from the last one. The plain path
 gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is off. On a
 CPU all four do the plain thing, so that tests can walk the same code without a GPU.
 """
@@ -147,7 +147,7 @@ def recorded(
     return replayed
 
 
-def side_by_side(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
+def run_on_streams(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
     """The results of independent jobs, on a GPU each on a stream of its own; autograd keeps to the same streams."""
     if not at_once(device, len(jobs)):
         return [job() for job in jobs]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 CHANNELS = 8  # bf16 matrix units read eight numbers at a time
 
 
-class QuickConv2d(nn.Conv2d):
+class FastConv2d(nn.Conv2d):
     """A convolution whose input is fitted to the kernel first."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -23,13 +23,13 @@ class QuickConv2d(nn.Conv2d):
         return F.conv2d(x, weight, self.bias, stride, self.padding)
 
 
-def quick(model: nn.Module) -> nn.Module:
+def use_fast_convolutions(model: nn.Module) -> nn.Module:
     """The same network, changed in place: convolutions that would meet a slow kernel are fitted to a fast one."""
     for module in model.modules():
         if type(module) is not nn.Conv2d or not can_be_fitted(module) or module.padding_mode != "zeros":
             continue
         if _few(module.weight) or _skips(module.weight, module.stride, module.padding):
-            module.__class__ = QuickConv2d  # its weights, names and hooks stay as they are
+            module.__class__ = FastConv2d  # its weights, names and hooks stay as they are
     return model
 
 

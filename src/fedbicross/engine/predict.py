@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fedbicross.context import Store
-    from fedbicross.exchange import Predictor
+    from fedbicross.messages import Predictor
 
 
 def load_model(architecture: str, state: dict[str, Tensor], channels: int, classes: int, image_size: int) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from fedbicross.engine.device import autocast
 from fedbicross.engine.fast import WORTH_COMPILING, compiled, worth_compiling
-from fedbicross.engine.layers import quick
+from fedbicross.engine.layers import use_fast_convolutions
 
 _COMPILED: dict[str, Callable[..., Tensor]] = {}
 # The kernel of torch.optim.SGD(fused=True), which keeps rate and momentum to itself; here a recorded step feeds both.
@@ -35,7 +35,7 @@ class Student:
         passes: int = WORTH_COMPILING,
     ) -> None:
         self.device, self.precision, self.fast = device, precision, fast
-        model = quick(model) if fast else model
+        model = use_fast_convolutions(model) if fast else model
         self.model = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}

@@ -123,10 +123,10 @@ def train(
     **options: Any,
 ) -> Trained:
     """Train ``model`` in place by ``recipe`` and return the chosen epoch's weights; options as in ``training``."""
-    return side_by_side([training(model, architecture, images, labels, patients, recipe, **options)])[0]
+    return train_together([training(model, architecture, images, labels, patients, recipe, **options)])[0]
 
 
-def side_by_side(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
+def train_together(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
     """Several ``training``s at once: a small network alone leaves most of a GPU idle. On a CPU one after another."""
     results: dict[int, Trained] = {}
     if not at_once(device, len(jobs)):

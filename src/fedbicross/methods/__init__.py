@@ -13,7 +13,7 @@ from fedbicross.methods.co_boosting import CoBoosting
 from fedbicross.methods.dafl import DAFL
 from fedbicross.methods.dense import DENSE
 from fedbicross.methods.e_fedisca import EFedISCA
-from fedbicross.methods.ensemble import Ensemble
+from fedbicross.methods.ensemble import EnsembleMethod
 from fedbicross.methods.falcon import Falcon
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.methods.fedbicross import FedBiCross
@@ -32,7 +32,7 @@ METHODS: dict[str, type[Method[Any]]] = {
     "local_only": LocalOnly,
     "centralised": Centralised,
     "fedavg": FedAvg,
-    "ensemble": Ensemble,
+    "ensemble": EnsembleMethod,
     "dafl": DAFL,
     "dense": DENSE,
     "co_boosting": CoBoosting,
@@ -75,7 +75,7 @@ def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quic
     if variant and variant not in cls.variants:
         hint = nearest(variant, cls.variants) if cls.variants else "; it has none"
         raise ConfigError("unknown_variant", f"{name} has no variant {variant!r}{hint}")
-    values = {**(cls.quick if quick else {}), **table.get(name, {}), **cls.variants.get(variant, {})}
+    values = {**(cls.quick_settings if quick else {}), **table.get(name, {}), **cls.variants.get(variant, {})}
     if variant:
         values |= table.get(spec, {})
     return cls(parse(cls.Config, values, f"method.{spec}"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.settings import MethodConfig as MethodConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Method(ABC, Generic[ConfigT]):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # named presets of Config: "name:variant"
     variant_notes: ClassVar[Mapping[str, str]] = {}
-    quick: ClassVar[Mapping[str, Any]] = {}  # settings that finish in minutes on two cores
+    quick_settings: ClassVar[Mapping[str, Any]] = {}  # settings that finish in minutes on two cores
     role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "method"
     pools_data: ClassVar[bool] = False  # an upper bound that no federation could run
     at_client: ClassVar[frozenset[str]] = frozenset()  # settings that only personalize() reads
@@ -75,8 +75,8 @@ class Method(ABC, Generic[ConfigT]):
         return frozenset()
 
     @property
-    def refuses_mixed_models(self) -> str:
-        """Why every client must have the server's architecture, in words; empty where clients may bring their own."""
+    def mixed_models_error(self) -> str | None:
+        """Why every client must have the server's architecture, in words; None where clients may bring their own."""
         return f"{self.name} does not say that it can"
 
     def check_machine(self) -> None:
@@ -85,7 +85,7 @@ class Method(ABC, Generic[ConfigT]):
 
     @property
     @abstractmethod
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital, in one sentence."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:
 def mixed_models_problem(method: Method[Any], architectures: Iterable[str], model: str, called: str = "") -> str:
     """Why these clients cannot take part, where one has another architecture than the server; empty if they can."""
     others = sorted(set(architectures) - {model})
-    if not others or not method.refuses_mixed_models:
+    if not others or method.mixed_models_error is None:
         return ""
     problem = f"{called or method.name} cannot work with clients of another architecture than the run's {model}"
-    return f"{problem} ({', '.join(others)}): {method.refuses_mixed_models}"
+    return f"{problem} ({', '.join(others)}): {method.mixed_models_error}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 
@@ -17,8 +17,8 @@ class Centralised(Method[MethodConfig]):
     summary = "upper bound: one network on the pooled images, not federated"
     role = "upper_bound"
     pools_data = True
-    leaves = "Every image and label: not federated, shown only as an upper bound."
-    refuses_mixed_models = ""  # the pooled network has the server's architecture
+    upload_summary = "Every image and label: not federated, shown only as an upper bound."
+    mixed_models_error = None  # the pooled network has the server's architecture
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Refused: pooling images is what a federation exists to avoid."""

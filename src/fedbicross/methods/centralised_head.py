@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedbicross import parts
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.models import encoders
 from fedbicross.parts.settings import HeadConfig
@@ -21,10 +21,10 @@ class CentralisedHead(Method[HeadConfig]):
     role = "upper_bound"
     pools_data = True
     Config = HeadConfig
-    quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
-    leaves = "Every image and label: not federated, shown only as an upper bound."
+    quick_settings = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
+    upload_summary = "Every image and label: not federated, shown only as an upper bound."
     uses_local_models = False
-    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
+    mixed_models_error = None  # features of a frozen encoder depend on nobody's network
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ReplayConfig
 
@@ -68,8 +68,8 @@ class CoBoosting(Method[CoBoostingConfig]):
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
     Config = CoBoostingConfig
     personal = False
-    leaves = "The trained network; the server trains a generator of images against it."
-    refuses_mixed_models = ""  # only the clients' logits are combined
+    upload_summary = "The trained network; the server trains a generator of images against it."
+    mixed_models_error = None  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "lr_weights": 0.01,
@@ -92,7 +92,7 @@ class CoBoosting(Method[CoBoostingConfig]):
         "no_perturbation": "ablation w/o DHS: images as they are",
         "no_reweighting": "ablation w/o EE: all clients alike",
     }
-    quick = {
+    quick_settings = {
         "epochs": 25,
         "steps": 8,
         "batch": 32,

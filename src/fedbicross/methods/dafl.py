@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class DAFL(Method[DAFLConfig]):
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
     Config = DAFLConfig
     personal = False
-    leaves = "The trained network; the server trains a generator of images against it."
-    refuses_mixed_models = ""  # only the clients' logits are combined
+    upload_summary = "The trained network; the server trains a generator of images against it."
+    mixed_models_error = None  # only the clients' logits are combined
     needs = frozenset({"weights"})
     variants = {
         "cifar10": {
@@ -109,7 +109,7 @@ class DAFL(Method[DAFLConfig]):
         "written": "entropy and activation exactly as the paper writes them",
         "no_activation": "ablation without the activation loss",
     }
-    quick = {
+    quick_settings = {
         "epochs": 20,
         "steps": 20,
         "batch": 32,
@@ -150,7 +150,7 @@ class DAFL(Method[DAFLConfig]):
         shape = ctx.task.image_shape
         generator = steps.generators.ImageGenerator(settings, shape, config.batch, ctx.device, ctx.precision)
         generator.reset(ctx.torch_rng("generator"))
-        watch = parts.watch.GeneratorWatch(ctx, config.epochs, total, total)
+        log = parts.synthesis_log.GeneratorLog(ctx, config.epochs, total, total)
 
         def draw(*names: str) -> Tensor:
             rng = ctx.torch_rng("latent", *names, device=ctx.device)
@@ -162,12 +162,12 @@ class DAFL(Method[DAFLConfig]):
 
         kept: dict[str, Any] = {}
         label = f"{self.name}: generating and distilling"
-        stage = ctx.stage("distillation", label, total, student=student, generator=generator, watch=watch)
+        stage = ctx.stage("distillation", label, total, student=student, generator=generator, watch=log)
         for step in stage.steps():
             stage.note = f"epoch {step // config.steps + 1}/{config.epochs}"
             run = engine.fast.recorded(kept, "generate", generate, generator.in_place, ctx.fast)
             images, *terms, logits = run(draw(f"step-{step}"))
-            watch.generated(**dict(zip(("generator", "one-hot", "entropy", "activation"), terms, strict=True)))
+            log.generated(**dict(zip(("generator", "one-hot", "entropy", "activation"), terms, strict=True)))
             loss = parts.students.learn_soft(
                 student,
                 images,
@@ -178,14 +178,14 @@ class DAFL(Method[DAFLConfig]):
                 weight_decay=config.weight_decay,
                 clip=config.clip,
             )
-            watch.learned(loss)
-            if watch.step % config.steps == 0:
-                watch.show(watch.step // config.steps, images, logits.argmax(-1))
+            log.learned(loss)
+            if log.step % config.steps == 0:
+                log.show(log.step // config.steps, images, logits.argmax(-1))
         with torch.no_grad():
             images = generator.images(draw("end"))
             logits = ensemble.logits(images).mean(0)
         describe_missing(ctx, logits)
-        watch.describe(images, logits.argmax(-1), logits, student, HINTS)
+        log.describe(images, logits.argmax(-1), logits, student, HINTS)
         of_clients, of_student, of_generator = parts.costs.forward_flops(ctx, uploads, settings)
         ctx.record.flops += config.batch * total * (2 * of_clients + 3 * of_student + 3 * of_generator)
         reply = Reply(student.state(), {"architecture": ctx.task.model})

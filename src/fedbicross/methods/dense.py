@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ReplayConfig
 
@@ -61,8 +61,8 @@ class DENSE(Method[DENSEConfig]):
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
     Config = DENSEConfig
     personal = False
-    leaves = "The trained network; the server trains a generator of images against it."
-    refuses_mixed_models = ""  # only the clients' logits are combined
+    upload_summary = "The trained network; the server trains a generator of images against it."
+    mixed_models_error = None  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "authors_code": True,
@@ -83,7 +83,7 @@ class DENSE(Method[DENSEConfig]):
         "no_bn": "ablation w/o L_BN; for clients without batch normalisation",
         "no_adversarial": "ablation w/o L_div",
     }
-    quick = {
+    quick_settings = {
         "epochs": 30,
         "steps": 8,
         "batch": 32,

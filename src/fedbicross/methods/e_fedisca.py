@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ShotsConfig
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.engine.ensemble import Statistics
-    from fedbicross.parts.watch import Watch
+    from fedbicross.parts.synthesis_log import SynthesisLog
     from fedbicross.steps.noise import Memory
     from fedbicross.steps.trajectory import Sample, Teacher
 
@@ -89,7 +89,7 @@ class EFedISCA(Method[EFedISCAConfig]):
         "two_shots": "clients train again from the first student (E-FedISCA's last row of N=20)",
         "five_shots": "five times; E-FedISCA 5.6 sees FedAvg's 100 rounds passed from here on",
     }
-    quick = {
+    quick_settings = {
         "steps": 150,
         "batch": 32,
         "memory": 75,
@@ -106,9 +106,9 @@ class EFedISCA(Method[EFedISCAConfig]):
         return self.config.needs
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
-        return self.config.leaves(self.rounds)
+        return self.config.upload_summary(self.rounds)
 
     @property
     def rounds(self) -> int:
@@ -121,9 +121,9 @@ class EFedISCA(Method[EFedISCAConfig]):
         return frozenset({"shot"} if self.rounds > 1 else ())
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """With one shot nothing; with several the student's weights must fit into every client."""
-        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network; from the second shot on, trained again from the last student."""
@@ -139,36 +139,36 @@ class EFedISCA(Method[EFedISCAConfig]):
         shot, ctx = parts.shots.at_shot(self.name, config, uploads, ctx)
         teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
         total = config.distillation_steps
-        watch = parts.watch.Watch("student", ctx, config.steps, total)
-        stored = self._synthesise(teacher, watch, ctx).batches() if config.synthesis else None
+        log = parts.synthesis_log.SynthesisLog("student", ctx, config.steps, total)
+        stored = self._synthesise(teacher, log, ctx).batches() if config.synthesis else None
         noise = self._noise(ctx) if config.mixing else None
         student = parts.shots.first_student(self.name, config, shot, ctx)
         adapted: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
 
-        def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> Lessons:
+        def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> DistillationBatches:
             nonlocal adapted  # by every epoch further than by the one before
-            mixtures = Mixtures(epoch, stored, noise, config, ctx)
+            mixtures = MixupBatches(epoch, stored, noise, config, ctx)
             if adapted is not None and saved is not None:
                 adapted = engine.ensemble.statistics_from_tensors(saved)
             elif adapted is not None:
                 last = steps.adaptation.window(config.momentum_adaptation)
                 rising = (mixtures.at(s, s / config.steps_distil, "adaptation") for s in mixtures.steps[-last:])
                 adapted = steps.adaptation.adapt(teacher.ensemble, rising, config.momentum_adaptation, adapted)
-            return Lessons(mixtures, teacher, adapted, 0 if saved is None else int(saved["done"]))
+            return DistillationBatches(mixtures, teacher, adapted, 0 if saved is None else int(saved["done"]))
 
-        stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=watch)
+        stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=log)
         for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
             lr = config.lr * parts.students.rate(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
-            watch.step += 1
-            watch.curves.add(watch.step, distillation=loss)
+            log.step += 1
+            log.curves.add(log.step, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
-        watch.finish(teacher, sample, labels, student)
+        log.finish(teacher, sample, labels, student)
         ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
         reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]
 
-    def _synthesise(self, teacher: Teacher, watch: Watch, ctx: Context) -> Memory:
+    def _synthesise(self, teacher: Teacher, log: SynthesisLog, ctx: Context) -> Memory:
         """Lines 4-10: one synthesis; batches with a low loss go to the memory."""
         config = self.config
         settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
@@ -177,7 +177,7 @@ class EFedISCA(Method[EFedISCAConfig]):
         rng = ctx.torch_rng("synthesis", "cluster-0", "trajectory-0", device=ctx.device)
         inversion = steps.inversion.Inversion.start(teacher.ensemble, labels, ctx.task.image_shape, settings, rng)
         curves = parts.diagnosis.Curves(config.steps)
-        label, strip = f"{self.name}: synthesis", watch.strip
+        label, strip = f"{self.name}: synthesis", log.strip
         stage = ctx.stage(
             "synthesis",
             label,
@@ -193,7 +193,7 @@ class EFedISCA(Method[EFedISCAConfig]):
             memory.add(inversion.images, loss.total)
             terms = {"synthesis": loss.total, "cross-entropy": loss.cross_entropy, "batch norm": loss.batch_norm}
             curves.add(inversion.t, **terms)
-            watch.strip.add(steps.trajectory.Sample(inversion.t, inversion.images, labels, labels, 0.0, loss))
+            log.strip.add(steps.trajectory.Sample(inversion.t, inversion.images, labels, labels, 0.0, loss))
         ctx.record.add("curves", "synthesis loss", curves.plot(list(curves.values), "loss"))
         below = memory.qualified()
         ctx.record.add("scalars", f"stored batches with a loss below {config.threshold:g}", f"{below} of {len(memory)}")
@@ -212,10 +212,10 @@ class EFedISCA(Method[EFedISCAConfig]):
 
 
 @dataclass
-class Lessons:
+class DistillationBatches:
     """The distillation steps of one epoch: mixtures at falling noise levels, with what both teachers say of them."""
 
-    mixtures: Mixtures
+    mixtures: MixupBatches
     teacher: Teacher
     statistics: Statistics | None
     done: int
@@ -236,16 +236,16 @@ class Lessons:
             lams = [1 - s / total for s in group]
             images = [self.mixtures.at(s, lam, "distillation") for s, lam in zip(group, lams, strict=True)]
             if self.statistics is None:
-                answers = self.teacher.speak_together(images, lams)
+                answers = self.teacher.soft_labels_of_batches(images, lams)
             else:
-                answers = [self.teacher.speak(images[0], lams[0], self.statistics)]
+                answers = [self.teacher.soft_labels(images[0], lams[0], self.statistics)]
             for s, seen, answer in zip(group, images, answers, strict=True):
                 if s > self.done:
                     self.done = s
                     yield steps.trajectory.Sample(s, seen, *answer, None)
 
 
-class Mixtures:
+class MixupBatches:
     """One epoch's mixtures of stored and noise images; all draws up-front, so that any step can be made alone."""
 
     def __init__(

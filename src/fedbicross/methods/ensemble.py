@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedbicross import parts
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload, pack_states, unpack_states
+from fedbicross.messages import Client, Predictor, Reply, Upload, pack_states, unpack_states
 from fedbicross.methods.base import Method, MethodConfig
 
 
@@ -37,7 +37,7 @@ class EnsembleConfig(MethodConfig):
     )
 
 
-class Ensemble(Method[EnsembleConfig]):
+class EnsembleMethod(Method[EnsembleConfig]):
     """All networks go to everyone."""
 
     name = "ensemble"
@@ -62,15 +62,15 @@ class Ensemble(Method[EnsembleConfig]):
         return frozenset({"weights", "class_counts"} if self._weighted else {"weights"})
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         counts = " and the number of training images per class" if self._weighted else ""
         return f"The trained network{counts}; every other hospital receives it."
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """Nothing: only answers are combined."""
-        return ""
+        return None
 
     @property
     def gate_problem(self) -> str:

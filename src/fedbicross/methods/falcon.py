@@ -15,7 +15,7 @@ from pydantic import Field
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.models import encoders
 from fedbicross.parts.settings import SequenceConfig
@@ -65,7 +65,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
     Config = FalconConfig
     extra_keys = frozenset({"encoder", "dim", "tokens", "form"})
     uses_local_models = False
-    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
+    mixed_models_error = None  # features of a frozen encoder depend on nobody's network
     variants = {
         "no_hse": {"hierarchy": False},
         "no_kd": {"alpha": 0.0},
@@ -97,7 +97,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         "calibrated": "ours: the same, and drawn tokens get the mean and spread of the real ones",
         "personal": "ours: each client mixes its local, the fine-tuned and the global classifier by its validation",
     }
-    quick = {
+    quick_settings = {
         "encoder": "tiny",
         "width": 128,
         "layers": 1,
@@ -124,7 +124,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         return frozenset({"weights", *(["num_samples"] if self.config.teachers == "size" else [])})
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         sent = {
             "sequences": "Synthetic token sequences with their classes",
@@ -142,7 +142,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
         config, classes = self.config, len(ctx.task.classes)
         tokens, labels = parts.features.tokens(config, client, ctx), torch.from_numpy(client.labels)
-        rows, _ = parts.heads.split_rows(client, ctx)
+        rows, _ = parts.heads.hold_out_rows(client, ctx)
         classifier = parts.heads.local_classifier(config, client, tokens, ctx)
         generator = parts.sequences.local_generator(config, client, tokens, ctx)
         counts = torch.bincount(labels[rows], minlength=classes)
@@ -301,7 +301,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         import torch
 
         tokens, labels = parts.features.tokens(self.config, client, ctx), torch.from_numpy(client.labels)
-        _, held_out = parts.heads.split_rows(client, ctx)
+        _, held_out = parts.heads.hold_out_rows(client, ctx)
         tuned = self._tuned(client, reply.tensors, tokens, ctx)
         local = parts.heads.local_classifier(self.config, client, tokens, ctx)
         states = [local, tuned, dict(reply.tensors)]
@@ -329,7 +329,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         import torch
 
         config, classes, labels = self.config, len(ctx.task.classes), torch.from_numpy(client.labels)
-        rows, held_out = parts.heads.split_rows(client, ctx)
+        rows, held_out = parts.heads.hold_out_rows(client, ctx)
         head = parts.heads.classifier(config, tokens.shape[2], classes)
         head.load_state_dict(dict(start))
         parts.sequences.learn_guided(

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class FedAvg(Method[FedAvgConfig]):
     variants = {"uniform": {"weighting": "uniform"}, "multi_round": {"rounds": 100}}
     variant_notes = {"uniform": "plain mean of the networks", "multi_round": "100 rounds of one local epoch each"}
     personal = False
-    refuses_mixed_models = "it averages weights, and those of different architectures have no average"
+    mixed_models_error = "it averages weights, and those of different architectures have no average"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ class FedAvg(Method[FedAvgConfig]):
         return self.config.rounds
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         size = " and its number of training images" if self.config.weighting == "size" else ""
         return f"The trained network{size}" + (f", {self.rounds} times." if self.rounds > 1 else ".")

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from fedbicross import engine, parts, steps
 from fedbicross.bundle import validate
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import SynthesisConfig
 
@@ -123,7 +123,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         "ema": "noise-adapted teachers by Eq. 3 as written",
         "class_weighted": "ours: clients of a cluster weighted per class by their class counts",
     }
-    quick = {
+    quick_settings = {
         "steps": 80,
         "batch": 32,
         "trajectories": 3,
@@ -139,18 +139,17 @@ class FedBiCross(Method[FedBiCrossConfig]):
         return self.config.needs
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         extra = " It also sends principal directions of its images per class (pacfl)." if self._pacfl else ""
-        return self.config.leaves() + extra
+        return self.config.upload_summary() + extra
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """Nothing, unless the clustering compares weights."""
-        compares = self.config.clustering in ("parameters", "hierarchical")
-        return (
-            f"clustering={self.config.clustering} compares weights, which must have the same shapes" if compares else ""
-        )
+        how = self.config.clustering
+        compares = how in ("parameters", "hierarchical")
+        return f"clustering={how} compares weights, which must have the same shapes" if compares else None
 
     @property
     def _pacfl(self) -> bool:
@@ -261,18 +260,18 @@ class FedBiCross(Method[FedBiCrossConfig]):
         w = steps.bilevel.cross_cluster_weights(kind, count, centres).to(ctx.device)  # line 12
         both_levels = self._both_levels(students, w, ctx)
         weights = steps.bilevel.WeightsOverTime(w, total)
-        watches = [parts.watch.Watch(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
+        logs = [parts.synthesis_log.SynthesisLog(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
         label = f"{self.name}: cluster models"
-        stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=watches)
+        stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=logs)
         trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
         for _, samples in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
             lr = config.lr * parts.students.rate(config.schedule, stage.progress)
             losses = both_levels.step(samples, lr)  # lines 14 and 15: Eqs. 7 and 8
             weights.note()
-            for watch, sample, loss in zip(watches, samples, losses, strict=True):
-                watch.add(sample, distillation=loss)
+            for log, sample, loss in zip(logs, samples, losses, strict=True):
+                log.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
-        agreements = [watches[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
+        agreements = [logs[k].finish(teachers[k], samples[k], labels, students[k]) for k in range(count)]
         parts.diagnosis.recommend_repeats(ctx.record, "trajectories", config.trajectories, min(agreements))
         if count > 1:
             over_time, learned = [past.tolist() for past in weights.past], both_levels.validation is not None
@@ -284,7 +283,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         import torch
 
         config = self.config
-        rows = steps.bilevel.split_rows(config.batch, len(ctx.task.classes), config.validation_share)
+        rows = steps.bilevel.split_batch(config.batch, len(ctx.task.classes), config.validation_share)
         train, held_out = (torch.tensor(part, device=ctx.device) for part in rows)
         return steps.bilevel.CrossCluster(
             students,

@@ -15,7 +15,7 @@ from pydantic import Field
 from fedbicross import parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
@@ -42,13 +42,13 @@ class FedCGS(Method[FedCGSConfig]):
     summary = "Gaussian classifier from added-up feature statistics of a frozen encoder (AAAI 2025)"
     Config = FedCGSConfig
     needs = frozenset({"weights", "class_counts"})  # sums, and what to divide them by
-    leaves = (
+    upload_summary = (
         "For each class the number of images and the sum of their features, and the sum over all images of the "
         "products of features; the sum of a class with one image is that image's feature."
     )
     extra_keys = frozenset({"encoder"})
     uses_local_models = False
-    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
+    mixed_models_error = None  # features of a frozen encoder depend on nobody's network
     variants = {
         "within": {"covariance": "within"},
         "local_prior": {"prior": "local"},
@@ -59,7 +59,7 @@ class FedCGS(Method[FedCGSConfig]):
         "local_prior": "ours: the same Gaussians under the client's own class frequencies",
         "hierarchy": "ours: mean over the whole image and its windows, FALCON's views without its generator",
     }
-    quick = {"encoder": "tiny"}
+    quick_settings = {"encoder": "tiny"}
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ShotsConfig
 
@@ -79,7 +79,7 @@ class FedISCA(Method[FedISCAConfig]):
         "five_shots": "five times; E-FedISCA 5.6 sees FedAvg's 100 rounds passed from here on",
     }
     # Without a memory, and at a rate of 0.1, rounding alone moves the student by several points.
-    quick = {
+    quick_settings = {
         "steps": 100,
         "batch": 32,
         "epochs": 6,
@@ -96,9 +96,9 @@ class FedISCA(Method[FedISCAConfig]):
         return self.config.needs
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
-        return self.config.leaves(self.rounds)
+        return self.config.upload_summary(self.rounds)
 
     @property
     def rounds(self) -> int:
@@ -111,9 +111,9 @@ class FedISCA(Method[FedISCAConfig]):
         return frozenset({"shot"} if self.rounds > 1 else ())
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """With one shot nothing; with several the student's weights must fit into every client."""
-        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else ""
+        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The trained network; from the second shot on, trained again from the last student."""
@@ -130,22 +130,22 @@ class FedISCA(Method[FedISCAConfig]):
         total = config.distillation_steps
         teacher = parts.teachers.load_teacher(config, self.name, uploads, ctx)
         student = parts.shots.first_student(self.name, config, shot, ctx)
-        watch = parts.watch.Watch("student", ctx, config.steps, total)
+        log = parts.synthesis_log.SynthesisLog("student", ctx, config.steps, total)
         memory = steps.sources.SampleMemory(
             config.memory, config.replays, lambda seen: ctx.rng("memory", f"sample-{seen}")
         )
         pool = steps.sources.Batches()
         label = f"{self.name}: synthesis and distillation"
-        stage = ctx.stage("distillation", label, total, student=student, watch=watch, memory=memory, pool=pool)
+        stage = ctx.stage("distillation", label, total, student=student, watch=log, memory=memory, pool=pool)
         source = partial(self._source, teacher, pool, ctx)
         for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
             lr = config.lr * parts.students.rate(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
             for earlier in memory.exchange(sample):  # statistics stay those of the newest images
                 parts.students.learn(student, earlier, config, lr, track=False)
-            watch.add(sample, distillation=loss)
+            log.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)
-        watch.finish(teacher, sample, labels, student)
+        log.finish(teacher, sample, labels, student)
         ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, config.batch, config.synthesis_steps, total)
         reply = parts.shots.reply(config, student, shot, ctx)
         return [reply for _ in uploads]

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
-from fedbicross.exchange import Client, Predictor, Reply, Upload, file_name
+from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.models import priors
 
@@ -82,11 +82,11 @@ class FedLMG(Method[FedLMGConfig]):
         "multi_teacher": "the student learns from the mean of all clients (FedLMG_MD)",
         "fine_tune": "the student learns from labels alone (FedLMG_FT)",
     }
-    quick = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
+    quick_settings = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
     personal = False
     needs = frozenset({"weights", "bn_stats"})
-    leaves = "The trained network with its batch-normalisation statistics; the server draws images that fit it."
-    refuses_mixed_models = ""  # only the clients' answers guide the images
+    upload_summary = "The trained network with its batch-normalisation statistics; the server draws images that fit it."
+    mixed_models_error = None  # only the clients' answers guide the images
 
     def check_machine(self) -> None:
         """The prior, and what it needs."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
@@ -62,7 +62,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     needs = frozenset({"class_counts"})  # the mixtures too, but a client too small for any sends none
     extra_keys = frozenset({"encoder", "covariance"})
     uses_local_models = False
-    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
+    mixed_models_error = None  # features of a frozen encoder depend on nobody's network
     variants = {
         "spherical": {"components": 1, "covariance": "spherical"},
         "full": {"components": 1, "covariance": "full"},
@@ -76,14 +76,14 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         "hierarchy": "ours: mean over the whole image and its windows, FALCON's views without its generator",
     }
     pools_tokens = True
-    quick = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
+    quick_settings = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""
         encoders.check(self.config.encoder)
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         least = self.config.smallest_group
         return (
@@ -199,7 +199,9 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
             mine = upload.tensors["classes"] == label
             if not bool(mine.any()):
                 continue
-            mixture = steps.mixtures.Mixture(*(upload.tensors[name][mine] for name in ("weights", "means", "scales")))
+            mixture = steps.mixtures.FeatureMixture(
+                *(upload.tensors[name][mine] for name in ("weights", "means", "scales"))
+            )
             number = min(count, self.config.most_samples)
             drawn.append(steps.mixtures.sample(mixture, self.config.covariance, number, rng))
             labels.append(torch.full((number,), label))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedbicross import parts
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.models import encoders
 from fedbicross.parts.settings import HeadConfig
@@ -19,10 +19,10 @@ class LocalHead(Method[HeadConfig]):
     summary = "each client's own classifier on frozen features, no federation (the bar for methods on features)"
     role = "baseline"
     Config = HeadConfig
-    quick = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
-    leaves = "Nothing."
+    quick_settings = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}
+    upload_summary = "Nothing."
     uses_local_models = False
-    refuses_mixed_models = ""  # features of a frozen encoder depend on nobody's network
+    mixed_models_error = None  # features of a frozen encoder depend on nobody's network
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fedbicross import parts
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 
@@ -37,7 +37,7 @@ class LocalOnly(Method[LocalOnlyConfig]):
     role = "baseline"
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         return "Nothing."
 
@@ -52,9 +52,9 @@ class LocalOnly(Method[LocalOnlyConfig]):
         return True
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """Nothing: every client keeps its own network."""
-        return ""
+        return None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 
@@ -15,8 +15,8 @@ class Majority(Method[MethodConfig]):
     name = "majority"
     summary = "always the client's most frequent class (floor)"
     role = "baseline"
-    leaves = "Nothing."
-    refuses_mixed_models = ""  # there is no network
+    upload_summary = "Nothing."
+    mixed_models_error = None  # there is no network
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from fedbicross import parts, steps
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Primum(Method[PrimumConfig]):
         "fresh": "ablation: the student starts from fresh weights",
     }
     at_client = frozenset({"own", "prior"})
-    quick = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
+    quick_settings = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -136,7 +136,7 @@ class Primum(Method[PrimumConfig]):
         return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
 
     @property
-    def leaves(self) -> str:
+    def upload_summary(self) -> str:
         """What leaves the hospital."""
         counts = " and the number of training images per class" if self.config.counts == "sent" else ""
         return (
@@ -144,9 +144,9 @@ class Primum(Method[PrimumConfig]):
         )
 
     @property
-    def refuses_mixed_models(self) -> str:
+    def mixed_models_error(self) -> str | None:
         """Nothing: clients teach by their answers, whatever their architecture."""
-        return ""
+        return None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The network, and how many images of each class it has seen."""

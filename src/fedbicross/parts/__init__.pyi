@@ -11,5 +11,5 @@ from . import replay as replay
 from . import sequences as sequences
 from . import shots as shots
 from . import students as students
+from . import synthesis_log as synthesis_log
 from . import teachers as teachers
-from . import watch as watch

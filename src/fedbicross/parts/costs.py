@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedbicross import models
 from fedbicross.context import Context
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.steps import generators
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedbicross.context import Context
 from fedbicross.engine.predict import describe_encoder
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.exchange import Client, Upload
+from fedbicross.messages import Client, Upload
 from fedbicross.parts.settings import EncoderConfig
 
 MOST_FEATURES = 1 << 16  # numbers per feature that a server accepts; the largest encoders have some thousands

@@ -11,7 +11,7 @@ from fedbicross.engine.combine import NEVER, log_prior
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 from fedbicross.steps.gate import FLATNESS, Choice, choose, referral
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedbicross.context import Context
-    from fedbicross.exchange import Client
+    from fedbicross.messages import Client
 
 
 def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:

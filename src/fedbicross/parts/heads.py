@@ -15,7 +15,7 @@ from fedbicross.bundle import join_groups, pack, take_group, unpack
 from fedbicross.context import Context
 from fedbicross.engine.train import split_validation
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Predictor, file_name
+from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.parts.features import describe
 from fedbicross.parts.features import tokens as tokens_of
 from fedbicross.parts.settings import HeadConfig
@@ -40,7 +40,7 @@ def local_classifier(config: HeadConfig, client: Client, tokens: Tensor, ctx: Co
     def make() -> bytes:
         head = classifier(config, tokens.shape[2], len(ctx.task.classes))
         models.initialise(head, ctx.torch_rng("features", client.name, "classifier"))
-        labels, (rows, held_out) = torch.from_numpy(client.labels), split_rows(client, ctx)
+        labels, (rows, held_out) = torch.from_numpy(client.labels), hold_out_rows(client, ctx)
         fit_head(
             f"classifier-{file_name(client.name)}",
             head,
@@ -67,7 +67,7 @@ def local_predictor(config: HeadConfig, client: Client, ctx: Context) -> Predict
     return Predictor(ctx.task, (config.head,), (state,), encoder=describe(config, ctx))
 
 
-def split_rows(client: Client, ctx: Context) -> tuple[Tensor, Tensor]:
+def hold_out_rows(client: Client, ctx: Context) -> tuple[Tensor, Tensor]:
     """Rows for training and for local validation: the same for every method on features, whole patients where known."""
     rng = ctx.rng("features", client.name, "validation-split")
     rows = split_validation(client.labels, client.patients, ctx.training.validation, rng)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedbicross.engine.combine import log_prior
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 
 if TYPE_CHECKING:
     from fedbicross.context import Context
-    from fedbicross.exchange import Client
+    from fedbicross.messages import Client
 
 
 def own_model(client: Client, ctx: Context, loss: str | None) -> Predictor:

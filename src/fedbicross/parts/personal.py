@@ -19,7 +19,7 @@ from fedbicross.steps.distill import personal_loss
 
 if TYPE_CHECKING:
     from fedbicross.context import Context
-    from fedbicross.exchange import Client
+    from fedbicross.messages import Client
 
 
 def distil_personal(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedbicross import models
-from fedbicross.engine.fast import recorded, scalar, side_by_side
+from fedbicross.engine.fast import recorded, run_on_streams, scalar
 from fedbicross.engine.images import grid_png
 from fedbicross.errors import MethodError
 from fedbicross.parts.diagnosis import Curves
@@ -54,7 +54,7 @@ def invert_each(
         group, number = rounds[step]
         running = [_start(sources[name], mixes[name], name, number, settings, ctx) for name in group]
         for _ in range(settings.steps):
-            side_by_side([inversion.step for inversion in running], ctx.device if ctx.fast else "cpu")
+            run_on_streams([inversion.step for inversion in running], ctx.device if ctx.fast else "cpu")
         for name, inversion in zip(group, running, strict=True):
             source = torch.full_like(inversion.labels, names.index(name))
             pool.add(inversion.images, inversion.labels, source=source)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbicross.context import Context
-from fedbicross.exchange import Client, Predictor, Reply
+from fedbicross.messages import Client, Predictor, Reply
 from fedbicross.parts.features import check_encoder, describe, tokens
 from fedbicross.parts.settings import PooledConfig
 from fedbicross.steps.prior_shift import shift_prior

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.engine.fast import recorded
-from fedbicross.exchange import Upload
+from fedbicross.messages import Upload
 from fedbicross.parts.settings import ReplayConfig
 from fedbicross.parts.students import learn_soft, new_student, rate
+from fedbicross.parts.synthesis_log import GeneratorLog
 from fedbicross.parts.teachers import load_ensemble
-from fedbicross.parts.watch import GeneratorWatch
 from fedbicross.steps import adversarial, generators
 from fedbicross.steps.inversion import balanced_labels
 from fedbicross.steps.pool import Pool, decode, encode
@@ -54,7 +54,7 @@ class Replay:
         self.weights = torch.full((len(ensemble),), 1 / len(ensemble), device=ctx.device)  # of the clients
         self.best = torch.full((), WORST, device=ctx.device)
         self.candidate = torch.zeros((config.batch, *ctx.task.image_shape), device=ctx.device)
-        self.watch = GeneratorWatch(ctx, config.epochs, made, self.learning)
+        self.log = GeneratorLog(ctx, config.epochs, made, self.learning)
         self.history = [self.weights.clone()]  # of the weights, one entry per finished epoch
         self.epoch = self.made = self.taught = 0
         self.stored = False
@@ -62,7 +62,7 @@ class Replay:
         label, total = f"{method}: generating and distilling", made + self.learning
         student, generator = self.student, self.generator
         self.stage = ctx.stage(
-            "replay", label, total, student=student, generator=generator, pool=self.pool, watch=self.watch, own=self
+            "replay", label, total, student=student, generator=generator, pool=self.pool, watch=self.log, own=self
         )
 
     def epochs(self) -> Iterator[int]:
@@ -104,7 +104,7 @@ class Replay:
             better = terms[0] < self.best
             self.candidate = torch.where(better, images, self.candidate)
             self.best = torch.where(better, terms[0], self.best)
-        self.watch.generated(**dict(zip(names, terms, strict=True)))
+        self.log.generated(**dict(zip(names, terms, strict=True)))
 
     def store(self, **extra: Callable[[Tensor], Tensor]) -> bool:
         """Keep this epoch's images once, with what ``extra`` says of them; False if that was done before a kill."""
@@ -114,7 +114,7 @@ class Replay:
             images = self.candidate if self.config.keep == "best" else self.generator.images()
             seen = decode(encode(images, self.config.storage))
             self.pool.add(images, self.labels, **{name: of(seen) for name, of in extra.items()})
-        self.watch.show(self.epoch + 1, seen, self.labels)
+        self.log.show(self.epoch + 1, seen, self.labels)
         self.stored = True
         return True
 
@@ -149,7 +149,7 @@ class Replay:
             weight_decay=config.weight_decay,
             clip=config.clip,
         )
-        self.watch.learned(loss)
+        self.log.learned(loss)
 
     def ask(self, images: Tensor) -> Tensor:
         """The clients' logits [N,B,C], without gradients."""
@@ -164,10 +164,10 @@ class Replay:
         """At the end: what there is to say of the last batch, and of the student."""
         last = self.pool.batch(-1)
         logits = adversarial.weighted_logits(self.ask(last["images"]), self.weights)
-        self.watch.describe(last["images"], last["labels"], logits, self.student, hints)
+        self.log.describe(last["images"], last["labels"], logits, self.student, hints)
 
     def tensors(self) -> dict[str, Tensor]:
-        """State for a checkpoint, beside student, generator, pool and watch."""
+        """State for a checkpoint, beside student, generator, pool and log."""
         own = {"weights": self.weights, "best": self.best, "history": torch.stack(self.history)}
         if self.config.keep == "best" and not self.stored:
             own["candidate"] = self.candidate

@@ -14,8 +14,8 @@ from fedbicross.bundle import pack, unpack
 from fedbicross.context import Context
 from fedbicross.engine.device import autocast
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, file_name
-from fedbicross.parts.heads import Fit, epoch_curve, forward_flops, make_optimiser, seeded, shared_by, split_rows
+from fedbicross.messages import Client, file_name
+from fedbicross.parts.heads import Fit, epoch_curve, forward_flops, hold_out_rows, make_optimiser, seeded, shared_by
 from fedbicross.parts.settings import SequenceConfig
 from fedbicross.steps import guidance
 from fedbicross.steps.autoregression import TokenGenerator
@@ -54,7 +54,7 @@ def local_generator(config: SequenceConfig, client: Client, tokens: Tensor, ctx:
     sizes, labels = (tokens.shape[2], tokens.shape[1], len(ctx.task.classes)), torch.from_numpy(client.labels)
 
     def make() -> bytes:
-        rows, held_out = split_rows(client, ctx)
+        rows, held_out = hold_out_rows(client, ctx)
         model = empty_generator(config, *sizes).to_empty(device="cpu")
         unseen = (tokens[held_out], labels[held_out]) if config.generator_epoch == "best" else None
         history = train_generator(model, tokens[rows], labels[rows], config, ctx, client.name, unseen)

@@ -65,7 +65,7 @@ class SynthesisConfig(MethodConfig):
         """What every upload must hold."""
         return frozenset({"weights", "bn_stats", *(["class_counts"] if self.weighted else [])})
 
-    def leaves(self, times: int = 1) -> str:
+    def upload_summary(self, times: int = 1) -> str:
         """What leaves the hospital, in words."""
         counts = " and the number of training images per class" if self.weighted else ""
         sent = f"network with its batch-normalisation statistics{counts}" + (f", {times} times" if times > 1 else "")

@@ -13,7 +13,7 @@ from typing import Any
 from fedbicross.context import Context
 from fedbicross.engine.student import Student
 from fedbicross.errors import MethodError
-from fedbicross.exchange import Client, Reply, Upload
+from fedbicross.messages import Client, Reply, Upload
 from fedbicross.parts.settings import ShotsConfig
 from fedbicross.parts.students import new_student
 from fedbicross.parts.teachers import send_network

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedbicross.context import Context
 from fedbicross.engine.fast import recorded, scalar
 from fedbicross.engine.student import Student
-from fedbicross.exchange import Predictor, Reply
+from fedbicross.messages import Predictor, Reply
 from fedbicross.parts.settings import SynthesisConfig
 from fedbicross.steps.distill import cosine, multi_step, soft_kd_loss
 from fedbicross.steps.generators import clipped

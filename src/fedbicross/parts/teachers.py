@@ -11,7 +11,7 @@ from fedbicross.context import Context
 from fedbicross.engine import combine
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.norm import BNDistance
-from fedbicross.exchange import Client, Upload
+from fedbicross.messages import Client, Upload
 from fedbicross.parts.settings import SynthesisConfig
 from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm

@@ -20,7 +20,7 @@ from fedbicross.data import test_images
 from fedbicross.engine.images import grid_png
 from fedbicross.errors import ConfigError, RunError, nearest
 from fedbicross.evaluate import costs, generation_costs, mmd, reconstruction
-from fedbicross.exchange import Client, Upload, file_name
+from fedbicross.messages import Client, Upload, file_name
 from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.runs.config import RunConfig, check, read_toml
 from fedbicross.runs.runner import make_clients, prepare

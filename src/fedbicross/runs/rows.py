@@ -15,8 +15,8 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context
 from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, compare_client, score_client, subsets
 from fedbicross.evaluate.summary import reference, summarise
-from fedbicross.exchange import Client, Predictor, file_name
 from fedbicross.federation import records, round_records, travelled
+from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.methods.base import Method
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def make_row(
         "rounds": method.rounds,
         "accuracy_by_round": _by_round(ctx, method.rounds),
         "settings": method.config.model_dump(),
-        "leaves_the_hospital": method.leaves,
+        "leaves_the_hospital": method.upload_summary,
         "warnings": list(dict.fromkeys(w for record in kept for w in record["warnings"])),
         "diagnosis": _merge_diagnosis(kept),
     }

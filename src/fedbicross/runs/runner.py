@@ -26,8 +26,8 @@ from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
 from fedbicross.evaluate.summary import is_alone, local_baselines
-from fedbicross.exchange import Client
 from fedbicross.federation import records, simulate
+from fedbicross.messages import Client
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import Remembering

@@ -38,7 +38,7 @@ def attention_mask(scheme: Scheme, length: int) -> Tensor:
     return block.unsqueeze(1) >= block.unsqueeze(0)
 
 
-class Mixture(NamedTuple):
+class TokenMixture(NamedTuple):
     """A mixture of K diagonal Gaussians per position: log weights [..., K], means and log-variances [..., K, dim]."""
 
     log_weights: Tensor
@@ -175,7 +175,7 @@ class TokenGenerator(nn.Module):
         self.mixture = nn.Linear(width, components * (1 + 2 * dim))
         self.width = width
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Mixture:
+    def forward(self, tokens: Tensor, labels: Tensor) -> TokenMixture:
         """The mixtures at every position, given tokens [n, T, dim] on the model's scale and classes [n].
 
         The position of a token never sees the token itself; tokens that no position may look at yet can be anything.
@@ -189,7 +189,7 @@ class TokenGenerator(nn.Module):
             [self.components, self.components * self.dim, self.components * self.dim], dim=-1
         )
         shape = (*raw.shape[:2], self.components, self.dim)
-        return Mixture(
+        return TokenMixture(
             F.log_softmax(weights, dim=-1),
             means.reshape(shape),
             bounded(log_variances.reshape(shape), *self.log_variance),
@@ -207,7 +207,7 @@ class TokenGenerator(nn.Module):
     def nll(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Eq. 5 for each sequence [n], on the model's scale: -log p(s0|y) - Σ_l log p(s_l | y, s0)."""
         scaled: Tensor = self.scale(tokens, labels)
-        mixture: Mixture = self(scaled, labels)
+        mixture: TokenMixture = self(scaled, labels)
         return -mixture.log_density(scaled).sum(-1)
 
     @torch.no_grad()

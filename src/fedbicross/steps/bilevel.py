@@ -20,7 +20,7 @@ from typing import Any, Literal, assert_never
 import torch
 from torch import Tensor
 
-from fedbicross.engine.fast import recorded, scalar, side_by_side
+from fedbicross.engine.fast import recorded, run_on_streams, scalar
 from fedbicross.engine.student import Student
 from fedbicross.steps.trajectory import Sample, sample_loss
 
@@ -70,7 +70,7 @@ class CrossCluster:
             return loss
 
         device = self.students[0].device if self.students[0].fast else "cpu"
-        return side_by_side([partial(advance, k) for k in range(len(self.students))], device)
+        return run_on_streams([partial(advance, k) for k in range(len(self.students))], device)
 
     def inner(self, k: int, samples: Sequence[Sample], lr: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Eq. 7: one step of G_k on the weighted mixture; its loss, and the g_j at the old G_k, stacked."""
@@ -128,7 +128,7 @@ class WeightsOverTime:
         self.done, self.at, self.past = int(tensors["done"]), tensors["at"].tolist(), list(tensors["past"])
 
 
-def split_rows(batch: int, classes: int, share: float) -> tuple[list[int], list[int]]:
+def split_batch(batch: int, classes: int, share: float) -> tuple[list[int], list[int]]:
     """The fixed split I_train, I_val of a batch whose labels run 0..C-1 again and again: ``share`` of each class.
 
     Row i is the (i // C)-th of its class; it is held out whenever the running total of ``share`` passes a whole number.

@@ -19,7 +19,7 @@ Covariance = Literal["diag", "spherical", "full"]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class FeatureMixture:
     """Components of one class, or of several one after the other."""
 
     weights: Tensor  # [K], of each class a sum of 1
@@ -31,7 +31,7 @@ class Mixture:
 
 
 def scale_shape(covariance: Covariance, components: int, width: int) -> tuple[int, ...]:
-    """The shape of ``Mixture.scales``."""
+    """The shape of ``FeatureMixture.scales``."""
     if covariance == "diag":
         return components, width
     if covariance == "spherical":
@@ -57,7 +57,7 @@ def fit_mixture(
     tolerance: float,
     iterations: int,
     seed: int,
-) -> Mixture:
+) -> FeatureMixture:
     """EM (scikit-learn, float64) on features [n,D] of one class.
 
     ``floor`` is added to every variance. A component that came to rest on fewer than ``smallest_group`` samples would
@@ -82,10 +82,10 @@ def fit_mixture(
             break
         count = max(1, held)
     weights = torch.from_numpy(model.weights_ / model.weights_.sum())
-    return Mixture(weights, torch.from_numpy(model.means_), _scales(model.covariances_, covariance))
+    return FeatureMixture(weights, torch.from_numpy(model.means_), _scales(model.covariances_, covariance))
 
 
-def _single(x: np.ndarray, covariance: Covariance, floor: float) -> Mixture:
+def _single(x: np.ndarray, covariance: Covariance, floor: float) -> FeatureMixture:
     """One Gaussian by moments: the maximum-likelihood covariance (1/n) plus the floor."""
     centred = x - x.mean(0)
     found: np.ndarray
@@ -95,7 +95,7 @@ def _single(x: np.ndarray, covariance: Covariance, floor: float) -> Mixture:
         found = np.square(centred).mean(0)[None] + floor
         found = found.mean(1) if covariance == "spherical" else found
     means = torch.from_numpy(x.mean(0)[None])
-    return Mixture(torch.ones(1, dtype=torch.float64), means, _scales(found, covariance))
+    return FeatureMixture(torch.ones(1, dtype=torch.float64), means, _scales(found, covariance))
 
 
 def _scales(covariances: np.ndarray, covariance: Covariance) -> Tensor:
@@ -114,7 +114,7 @@ def _triangles(packed: Tensor, width: int) -> Tensor:
     return lower
 
 
-def sample(mixture: Mixture, covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
+def sample(mixture: FeatureMixture, covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
     """``count`` features [count,D] from the mixture of one class: components by weight, then x = μ + scale·z."""
     device = generator.device
     weights, means = mixture.weights.double().to(device), mixture.means.float().to(device)
@@ -132,7 +132,7 @@ def sample(mixture: Mixture, covariance: Covariance, count: int, generator: torc
     return means[chosen] + z
 
 
-def log_density(x: Tensor, mixture: Mixture, covariance: Covariance) -> Tensor:
+def log_density(x: Tensor, mixture: FeatureMixture, covariance: Covariance) -> Tensor:
     """log p(x) of features [n,D] under the mixture of one class, in float64."""
     means, weights = mixture.means.double(), mixture.weights.double()
     width = means.shape[1]

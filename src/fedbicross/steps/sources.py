@@ -34,7 +34,7 @@ class NoiseOnly:
             self.done += 1
             generator = self.generator_of(self.done)
             images = torch.randn(self.shape, generator=generator, device=generator.device)
-            original, adapted, lam = self.teacher.speak(images, noise_level(self.done, self.steps))
+            original, adapted, lam = self.teacher.soft_labels(images, noise_level(self.done, self.steps))
             yield Sample(self.done, images, original, adapted, lam, None)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbicross.engine.ensemble import Ensemble, Statistics
 from fedbicross.engine.fast import recorded
-from fedbicross.engine.spread import Elsewhere, Workers
+from fedbicross.engine.workers import OnWorker, Workers
 from fedbicross.steps.adaptation import adapt, window
 from fedbicross.steps.distill import Combination, combine_logits, mixed_kd_loss, noise_level
 from fedbicross.steps.inversion import Inversion, InversionLoss, InversionSettings, balanced_labels
@@ -67,7 +67,7 @@ class Teacher:
         """Soft labels of F, and of F̃ by the statistics of each of the batches that x holds."""
         return [self.original(x), self.adapted(x, batches=batches)]
 
-    def speak(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
+    def soft_labels(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
         """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
         if self.adaptation == "none" or lam <= 0:
             (original,) = self._ask("original", lambda x: [self.original(x)], x)
@@ -81,10 +81,12 @@ class Teacher:
         (adapted,) = self._ask("adapted", lambda x: [self.adapted(x)], x)
         return adapted, adapted, lam
 
-    def speak_together(self, batches: Sequence[Tensor], lams: Sequence[float]) -> list[tuple[Tensor, Tensor, float]]:
-        """`speak` for several batches of one size; on the fast path one pass a teacher, which uses a GPU better."""
+    def soft_labels_of_batches(
+        self, batches: Sequence[Tensor], lams: Sequence[float]
+    ) -> list[tuple[Tensor, Tensor, float]]:
+        """`soft_labels` for several batches of one size; with ``fast`` one pass a teacher, which uses a GPU better."""
         if not self.ensemble.fast or self.adaptation != "batch" or len(batches) < 2:
-            return [self.speak(x, lam) for x, lam in zip(batches, lams, strict=True)]
+            return [self.soft_labels(x, lam) for x, lam in zip(batches, lams, strict=True)]
         count = len(batches)
         answers = self._ask(f"both of {count}", partial(self.both, batches=count), torch.cat(list(batches)))
         originals, adapted = (answer.chunk(count) for answer in answers)
@@ -158,10 +160,10 @@ class Trajectory:
         inversion = Inversion(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
 
-    def elsewhere(self, workers: Workers) -> Elsewhere[Sample]:
+    def on_worker(self, workers: Workers) -> OnWorker[Sample]:
         """The same samples, made by another process."""
         make = partial(Trajectory.from_tensors, settings=self.settings, convention=self.convention)
-        return Elsewhere(workers, self.teacher, make, self.tensors())
+        return OnWorker(workers, self.teacher, make, self.tensors())
 
     def __iter__(self) -> Iterator[Sample]:
         return self._stored() if self.teacher.adaptation == "ema" else self._streamed()
@@ -188,5 +190,5 @@ class Trajectory:
 
     def _sample(self, t: int, images: Tensor, loss: InversionLoss, statistics: Statistics | None) -> Sample:
         lam = noise_level(t, self.settings.steps, self.convention)
-        original, adapted, lam = self.teacher.speak(images, lam, statistics)
+        original, adapted, lam = self.teacher.soft_labels(images, lam, statistics)
         return Sample(t, images, original, adapted, lam, loss)

@@ -22,7 +22,7 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Task
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
-from fedbicross.exchange import file_name
+from fedbicross.messages import file_name
 from fedbicross.methods import METHODS, create
 from fedbicross.methods.base import Method
 from fedbicross.settings import Settings, as_toml, parse, read_toml
@@ -129,7 +129,7 @@ def new_federation(
     ``quick`` takes the method's small settings. ``more`` are the remaining fields: seed, hold_out, class_counts.
     """
     name = method.partition(":")[0]
-    small = dict(METHODS[name].quick) if quick and name in METHODS else {}
+    small = dict(METHODS[name].quick_settings) if quick and name in METHODS else {}
     values = {
         "run_id": run_id or f"run-{secrets.token_hex(6)}",
         "classes": list(classes),

@@ -10,7 +10,7 @@ same call again goes on where a killed one stopped and a finished one costs noth
 ``fedbicross.data``: the server runs it.
 """
 
-from fedbicross.exchange import MANIFESTS, file_name
+from fedbicross.messages import MANIFESTS, file_name
 from fedbicross.transport.federation_file import FederationFile, federation_text, load_federation, new_federation
 from fedbicross.transport.server import AUDIT, Received, Refused, fuse_received, fuse_uploads, receive
 from fedbicross.transport.site import SENT, check_key, make_upload, personalize

@@ -24,7 +24,7 @@ from fedbicross import __version__, evaluate, transport
 from fedbicross.atomic import write_folder
 from fedbicross.bundle import Limits, read_file, validate
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
-from fedbicross.exchange import Predictor
+from fedbicross.messages import Predictor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from fedbicross.engine.predict import load_model
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.exchange import Predictor
+    from fedbicross.messages import Predictor
 
 
 class Whole(nn.Module):

@@ -15,7 +15,7 @@ from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
-from fedbicross.exchange import Reply, Upload, file_name
+from fedbicross.messages import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.transport.federation_file import FederationFile
 from fedbicross.transport.verify import verify_upload
@@ -133,7 +133,7 @@ def fuse_received(
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
         if engine == "ray":  # before any work: the package may be missing
-            from fedbicross.engine.spread import Workers
+            from fedbicross.engine.workers import Workers
 
             ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)

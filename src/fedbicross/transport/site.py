@@ -15,7 +15,7 @@ from fedbicross.bundle import UPLOAD, inspect, keys, sign
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
-from fedbicross.exchange import Client, Predictor, Upload, file_name
+from fedbicross.messages import Client, Predictor, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
 from fedbicross.transport.verify import counts_agree, open_reply, verify_upload

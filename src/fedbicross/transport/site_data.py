@@ -15,9 +15,9 @@ from fedbicross.context import Task
 from fedbicross.data import DATASETS, Split, load_dataset
 from fedbicross.data.dataset import Dataset, Images, default_classes
 from fedbicross.data.folder import SUFFIXES, Entry, read_images, scan_folder, scan_manifest
-from fedbicross.data.units import split_off_test
+from fedbicross.data.patient_groups import split_off_test
 from fedbicross.errors import DataError, nearest
-from fedbicross.exchange import Client
+from fedbicross.messages import Client
 
 
 def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: int) -> tuple[Client, Split]:

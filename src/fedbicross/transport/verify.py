@@ -10,7 +10,7 @@ from fedbicross.bundle import REPLY, UPLOAD, inspect, validate
 from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
 from fedbicross.errors import UploadError
-from fedbicross.exchange import Reply, Upload
+from fedbicross.messages import Reply, Upload
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
 
 

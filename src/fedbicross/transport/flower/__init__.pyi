@@ -1,6 +1,6 @@
 from . import certificates as certificates
 from . import deploy as deploy
-from . import places as places
+from . import settings as settings
 from .version import NEWEST as NEWEST
 from .version import OLDEST as OLDEST
 from .version import TESTED as TESTED

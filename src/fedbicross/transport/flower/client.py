@@ -18,84 +18,84 @@ from flwr.clientapp import ClientApp
 
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import FedBiCrossError, UploadError
-from fedbicross.exchange import Client, file_name
+from fedbicross.messages import Client, file_name
 from fedbicross.settings import parse
 from fedbicross.transport import files, site_data
-from fedbicross.transport.flower import carry
-from fedbicross.transport.flower.places import LOG, Diary, SitePlaces
+from fedbicross.transport.flower import envelope
+from fedbicross.transport.flower.settings import LOG, LogFile, SiteSettings
 
 
 @dataclass(frozen=True)
 class Site:
     """Everything that one answer needs, all of it from this machine."""
 
-    places: SitePlaces
+    settings: SiteSettings
     federation: files.FederationFile
-    diary: Diary
+    log: LogFile
 
     @cached_property
     def name(self) -> str:
         """Of the site that this is."""
-        return self.places.name(self.federation)
+        return self.settings.name(self.federation)
 
     @property
     def work(self) -> Path:
         """The folder that `fedbicross client` uses too: what was trained there before is not trained again."""
-        return self.places.folder(self.federation) / "clients" / file_name(self.name)
+        return self.settings.folder(self.federation) / "clients" / file_name(self.name)
 
     @property
     def kept_reply(self) -> Path:
         """Where the reply is put."""
-        return self.places.folder(self.federation) / "replies" / f"{file_name(self.name)}.safetensors"
+        return self.settings.folder(self.federation) / "replies" / f"{file_name(self.name)}.safetensors"
 
     def client(self) -> Client:
         """The site's training images."""
         agreed = self.federation
-        return site_data.load_site(self.places.data, agreed.task, self.name, agreed.hold_out, agreed.seed)[0]
+        return site_data.load_site(self.settings.data, agreed.task, self.name, agreed.hold_out, agreed.seed)[0]
 
 
 def upload(site: Site, message: Message) -> Message:
     """The signed upload: trained once, afterwards read from the site's folder."""
-    key, device = site.places.load_key(), site.places.device
-    data = files.make_upload(site.federation, site.client(), key, site.work, site.diary, device=device)
-    site.diary.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
-    return Message(carry.content({}, data), reply_to=message)
+    key, device = site.settings.load_key(), site.settings.device
+    data = files.make_upload(site.federation, site.client(), key, site.work, site.log, device=device)
+    site.log.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
+    return Message(envelope.content({}, data), reply_to=message)
 
 
 def reply(site: Site, message: Message) -> Message:
     """Keep the reply before anything else is done with it, then make the site's model."""
-    data = carry.bundle_of(message)
+    data = envelope.bundle_of(message)
     files.open_reply(site.federation, data, site.name)
     write_atomic(site.kept_reply, data)
-    site.diary.say(f"the reply came, {len(data):,} bytes, SHA-256 {_digest(data)}")
+    site.log.say(f"the reply came, {len(data):,} bytes, SHA-256 {_digest(data)}")
     state = "model_made"
     try:
-        files.personalize(site.federation, site.client(), data, site.work, site.diary, device=site.places.device)
+        files.personalize(site.federation, site.client(), data, site.work, site.log, device=site.settings.device)
     except Exception:  # the reply is safe: `fedbicross client personalize` goes on from it
-        site.diary.say(traceback.format_exc())
+        site.log.say(traceback.format_exc())
         state = "reply_kept_no_model"
-    return Message(carry.content({"sha256": _digest(data), "state": state}), reply_to=message)
+    return Message(envelope.content({"sha256": _digest(data), "state": state}), reply_to=message)
 
 
 def answer(message: Message, context: Context, how: Callable[[Site, Message], Message]) -> Message:
     """Answer, or say with one word why not."""
-    diary = None
+    log = None
     try:
-        places = parse(SitePlaces, dict(context.node_config), "node-config")
-        diary = Diary(Path(places.work) / LOG)
-        federation = files.load_federation(places.federation_file)
-        asked = carry.note_of(message).get("run")
+        settings = parse(SiteSettings, dict(context.node_config), "node-config")
+        log = LogFile(Path(settings.work) / LOG)
+        federation = files.load_federation(settings.federation_file)
+        asked = envelope.note_of(message).get("run")
         if asked != federation.run:
             raise UploadError(
                 "other_run", f"the server asks for run {asked!r}; federation.toml here is {federation.run!r}"
             )
-        return how(Site(places, federation, diary), message)
+        return how(Site(settings, federation, log), message)
     except Exception as error:
         # Flower would send the text of an exception to the server.
         code = error.code if isinstance(error, FedBiCrossError) else "unexpected"
         said = str(error) if isinstance(error, FedBiCrossError) else traceback.format_exc()
-        (print if diary is None else diary.say)(said)
-        return Message(carry.content({"code": code}), reply_to=message)
+        (print if log is None else log.say)(said)
+        return Message(envelope.content({"code": code}), reply_to=message)
 
 
 def _digest(data: bytes) -> str:

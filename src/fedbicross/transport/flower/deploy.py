@@ -28,7 +28,15 @@ from fedbicross.errors import ConfigError, RunError
 from fedbicross.settings import as_toml
 from fedbicross.transport.federation_file import load_federation
 from fedbicross.transport.flower.certificates import CA, CERTIFICATE, SERVER_KEY
-from fedbicross.transport.flower.places import LOG, SERVER_FILE, SUMMARY, ServerPlaces, SitePlaces, Waiting, load_places
+from fedbicross.transport.flower.settings import (
+    LOG,
+    SERVER_FILE,
+    SUMMARY,
+    ServerSettings,
+    SiteSettings,
+    Waiting,
+    load_settings,
+)
 from fedbicross.transport.flower.version import require_flower
 from fedbicross.transport.work import make_private
 
@@ -56,7 +64,7 @@ class Start:
         return subprocess.Popen(self.command, env=self.environment)
 
 
-def superlink(places: ServerPlaces, certificates: Path, host: str, port: int) -> tuple[Start, Start]:
+def superlink(places: ServerSettings, certificates: Path, host: str, port: int) -> tuple[Start, Start]:
     """The server's two processes: the SuperLink, on the loopback only, and the gate on ``host:port`` before it.
 
     TLS on both, only registered nodes, state on disk, nothing fetched.
@@ -87,7 +95,7 @@ def superlink(places: ServerPlaces, certificates: Path, host: str, port: int) ->
 
 
 def supernode(
-    places: SitePlaces, address: str, authority: Path, node_key: Path, local_port: int | None = None
+    places: SiteSettings, address: str, authority: Path, node_key: Path, local_port: int | None = None
 ) -> Start:
     """A site's process. It opens no port to the outside; it calls the server."""
     places.name(load_federation(places.federation_file))
@@ -157,7 +165,7 @@ def register(work: Path, public_key: Path, name: str) -> None:
 def run(work: Path, waiting: Waiting, say: Callable[[str], None]) -> dict[str, Any]:
     """Start the run, tell what the server notes, and return its summary once Flower calls the run completed."""
     home, log = _home(work), work / LOG
-    federation = load_federation(load_places(ServerPlaces, _existing(work / "server.toml")).federation_file)
+    federation = load_federation(load_settings(ServerSettings, _existing(work / "server.toml")).federation_file)
     seen = log.stat().st_size if log.exists() else 0
     numbers = " ".join(f"{key.replace('_', '-')}={value}" for key, value in waiting.model_dump().items())
     with tempfile.TemporaryDirectory() as folder:

@@ -19,11 +19,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
-from fedbicross.exchange import file_name
+from fedbicross.messages import file_name
 from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
-from fedbicross.transport.flower.carry import bundle_of, content, note_of
-from fedbicross.transport.flower.exchange import Exchange
-from fedbicross.transport.flower.places import LOG, SUMMARY, Diary, Waiting, server_places
+from fedbicross.transport.flower.envelope import bundle_of, content, note_of
+from fedbicross.transport.flower.pending import PendingMessages
+from fedbicross.transport.flower.settings import LOG, SUMMARY, LogFile, Waiting, settings_of_superlink
 
 UPLOADS = "uploads"
 _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
@@ -103,12 +103,12 @@ class OneShot(Strategy):
         if num_rounds != 1:
             raise MethodError("not_one_shot", f"{num_rounds} rounds were asked for; this is one round")
         self.summary()
-        empty, exchange = (ArrayRecord(), ConfigRecord()), Exchange(grid)
+        empty, pending = (ArrayRecord(), ConfigRecord()), PendingMessages(grid)
         while True:
             for question in [*self.configure_train(1, *empty, grid), *self.configure_evaluate(1, *empty, grid)]:
-                if exchange.send(question):
+                if pending.send(question):
                     self.sites[question.metadata.dst_node_id].busy = True
-            for node, answer in exchange.answers():
+            for node, answer in pending.answers():
                 self.sites[node].busy = False
                 self._take(node, answer)
             if not self.replies and self._time_to_fuse():
@@ -301,20 +301,20 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """What `flwr run` starts at the server. The folder comes from the server's own environment, never with the run."""
-    places = server_places()
-    federation = load_federation(places.federation_file)
-    folder = places.folder(federation)
-    diary = Diary(Path(places.work) / LOG, print)
-    key = places.load_key()
+    settings = settings_of_superlink()
+    federation = load_federation(settings.federation_file)
+    folder = settings.folder(federation)
+    log = LogFile(Path(settings.work) / LOG, print)
+    key = settings.load_key()
 
     def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
-        return fuse_uploads(federation, uploads, folder / "server", key, diary, device=places.device)
+        return fuse_uploads(federation, uploads, folder / "server", key, log, device=settings.device)
 
     waiting = Waiting.from_run_config(context.run_config)
-    strategy = OneShot(federation, folder, fuse, waiting, diary.say)
+    strategy = OneShot(federation, folder, fuse, waiting, log.say)
     strategy.outcome.flower_run = context.run_id
     try:
         strategy.start(grid)
     except FedBiCrossError as error:
-        diary.say(str(error))
+        log.say(str(error))
         raise

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbicross.exchange import Predictor, Reply, Upload, file_name
+from fedbicross.messages import Predictor, Reply, Upload, file_name
 from small import tiny_clients, tiny_context
 
 

@@ -145,7 +145,7 @@ class LostWorkerError(Exception):
     """A worker, or its machine, is gone."""
 
 
-class Elsewhere(Generic[T]):
+class OnWorker(Generic[T]):
     """A source made by a worker, begun at once. Its place in a checkpoint is its beginning and how much is done."""
 
     def __init__(self, workers: Workers, shared: Portable, make: Make[T], place: Mapping[str, Tensor]) -> None:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fedbicross.engine.layers import QuickConv2d, can_be_fitted, fitted, padded
+from fedbicross.engine.layers import FastConv2d, can_be_fitted, fitted, padded
 from fedbicross.engine.norm import Norm
 
 RELU, ADD = (F.relu, torch.relu), (operator.add, torch.add)
 
 
-class Fused(nn.Module):
+class FusedConv2d(nn.Module):
     """A frozen convolution with its shift, to which a shortcut may be added; ``relu`` says whether a ReLU follows."""
 
     weight: Tensor
@@ -54,7 +54,7 @@ class Fused(nn.Module):
         out = out if shortcut is None else out + shortcut
         return F.relu(out) if self.relu else out
 
-    def take_bias(self, other: Fused) -> None:
+    def take_bias(self, other: FusedConv2d) -> None:
         """One shift for both, where the two are added up."""
         if self.bias is not None and other.bias is not None:
             self.bias, other.bias = self.bias + other.bias, None
@@ -92,7 +92,7 @@ class _Tracer(fx.Tracer):
         return isinstance(m, Norm | nn.Conv2d) or super().is_leaf_module(m, module_qualified_name)
 
 
-def folded(model: nn.Module) -> nn.Module | None:
+def fuse_batchnorm(model: nn.Module) -> nn.Module | None:
     """The network with its stored statistics, as a new one that shares its other layers; None where that cannot be.
 
     That is so where a normalisation does not follow a plain convolution of its own (a pre-activation network), and
@@ -122,13 +122,13 @@ def _fold(network: fx.GraphModule, node: fx.Node) -> bool:
     """Put this normalisation into the convolution before it."""
     before: Any = node.args[0]
     conv, norm = _module(network, before), _module(network, node)
-    if type(conv) not in (nn.Conv2d, QuickConv2d) or not isinstance(norm, Norm) or not _only(before, node):
+    if type(conv) not in (nn.Conv2d, FastConv2d) or not isinstance(norm, Norm) or not _only(before, node):
         return False  # another kind of convolution may do something of its own
     assert isinstance(conv, nn.Conv2d)
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return False
     name = f"folded_{node.name}"
-    network.add_submodule(name, Fused(conv, norm))
+    network.add_submodule(name, FusedConv2d(conv, norm))
     before.target = name
     _replace(node, before)
     return True
@@ -148,12 +148,12 @@ def _absorb(network: fx.GraphModule, node: fx.Node) -> None:
         order = list(network.graph.nodes)
         shortcut, last = sorted(parts, key=order.index)  # the later one can be given the earlier one's output
     fused = _module(network, last)
-    if not isinstance(fused, Fused) or fused.relu or not _only(last, node if shortcut is None else before):
+    if not isinstance(fused, FusedConv2d) or fused.relu or not _only(last, node if shortcut is None else before):
         return
     fused.relu = True
     if shortcut is not None:
         other = _module(network, shortcut)
-        if isinstance(other, Fused) and not other.relu and _only(shortcut, before):
+        if isinstance(other, FusedConv2d) and not other.relu and _only(shortcut, before):
             fused.take_bias(other)
         last.args = (*last.args, shortcut)
     _replace(node, last)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedbicross.errors import ConfigError, RunError
-from fedbicross.runs import runner, spread
+from fedbicross.runs import ray_workers, runner
 from fedbicross.runs.config import PartitionSettings, RunConfig, load_config
 
 SETTINGS: dict[str, Any] = {
@@ -54,7 +54,7 @@ def check_same(results: dict[str, Any], out: Path, plain: tuple[RunConfig, Path,
 
 @pytest.mark.slow
 def test_cell_by_cell_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path) -> None:
-    results = spread.run(plain[0], tmp_path / "run", "local")
+    results = ray_workers.run(plain[0], tmp_path / "run", "local")
     check_same(results, tmp_path / "run", plain)
 
 
@@ -63,44 +63,44 @@ def test_ray_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]],
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        results = spread.run(plain[0], tmp_path / "run", "ray")
+        results = ray_workers.run(plain[0], tmp_path / "run", "ray")
         check_same(results, tmp_path / "run", plain)
         broken = plain[0].model_copy(update={"partition": PartitionSettings(file=str(tmp_path / "gone.json"))})
         with pytest.raises(ConfigError, match=r"gone\.json is no partition file"):
-            spread.run(broken, tmp_path / "broken", "ray")
+            ray_workers.run(broken, tmp_path / "broken", "ray")
     finally:
         ray.shutdown()
 
 
 def test_networks_are_trained_once_for_all_methods(plain: tuple[RunConfig, Path, dict[str, Any]]) -> None:
-    first, then = spread.cells(plain[0], Path("parts"))
-    assert [cell.config.methods for cell in first] == [["local_only", "local_only:balanced"]] * 2
-    assert {cell.begins_with for cell in then} == {cell.folder for cell in first}
+    first, then = ray_workers.jobs(plain[0], Path("parts"))
+    assert [job.config.methods for job in first] == [["local_only", "local_only:balanced"]] * 2
+    assert {job.begins_with for job in then} == {job.folder for job in first}
     assert len(then) == 2 * 3
     without = plain[0].model_copy(update={"baselines": []})
-    first, then = spread.cells(without, Path("parts"))
-    assert [cell.config.seeds for cell in first] == [[0], [3]] and not then
+    first, then = ray_workers.jobs(without, Path("parts"))
+    assert [job.config.seeds for job in first] == [[0], [3]] and not then
 
 
 def test_a_killed_spread_goes_on(
     plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    work = spread.Cell.work
+    work = ray_workers.Job.work
 
-    def counted(cell: spread.Cell) -> str:
+    def counted(job: ray_workers.Job) -> str:
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append(work(cell))
+        done.append(work(job))
         return done[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(spread.Cell, "work", counted)
+        patch.setattr(ray_workers.Job, "work", counted)
         with pytest.raises(KeyboardInterrupt):
-            spread.run(plain[0], tmp_path / "run")
+            ray_workers.run(plain[0], tmp_path / "run")
     assert not (tmp_path / "run").exists()
     shutil.rmtree(Path(done[0]) / "rows")  # as if killed before the row was written
-    results = spread.run(plain[0], tmp_path / "run")
+    results = ray_workers.run(plain[0], tmp_path / "run")
     check_same(results, tmp_path / "run", plain)
 
 
@@ -109,18 +109,18 @@ def test_what_cannot_be_spread(
 ) -> None:
     arrays = plain[0].model_copy(update={"data": plain[0].data.model_copy(update={"name": "python:mine"})})
     with pytest.raises(ConfigError, match="npz"):
-        spread.run(arrays, tmp_path / "run")
+        ray_workers.run(arrays, tmp_path / "run")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     with pytest.raises(RunError, match="exists already"):
-        spread.run(plain[0], tmp_path / "full")
+        ray_workers.run(plain[0], tmp_path / "full")
     with pytest.raises(RunError, match="cannot write"):
-        spread.run(plain[0], tmp_path / "full" / "mine.txt")
+        ray_workers.run(plain[0], tmp_path / "full" / "mine.txt")
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"fedbicross\[ray\]"):
-        spread.run(plain[0], tmp_path / "run", "ray")
+        ray_workers.run(plain[0], tmp_path / "run", "ray")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
@@ -132,7 +132,7 @@ def test_the_command_line_asks_for_it(
 
     config, out = tmp_path / "config.toml", tmp_path / "run"
     config.write_text(as_toml(plain[0]))
-    monkeypatch.setattr(spread, "_ray", lambda config: spread._local)
+    monkeypatch.setattr(ray_workers, "_ray", lambda config: ray_workers._local)
     words = ("run", config, "--engine", "ray", "--out", out)
     assert "error[engine]" in call(*words, "--overwrite").err
     done = call(*words, "--json")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fedbicross.parts.watch import first_of_each_class
+from fedbicross.parts.synthesis_log import first_of_each_class
 
 
 def test_one_image_of_each_class_is_shown() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbicross import models
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fold import Fused, folded
+from fedbicross.engine.fuse_batchnorm import FusedConv2d, fuse_batchnorm
 from fedbicross.engine.norm import Norm
 from steps.tiny import Tiny, no_bn, noise, randomised
 
@@ -19,7 +19,7 @@ from steps.tiny import Tiny, no_bn, noise, randomised
 def fold(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     """The private copy that an ensemble makes, and that copy folded."""
     client = Ensemble([model], fast=True)._clients[0]
-    return client.model, client.folded
+    return client.model, client.fused
 
 
 @pytest.mark.parametrize("name", ["resnet8", "resnet18", "resnet34", "vgg8", "vgg11", "cnn"])
@@ -39,7 +39,7 @@ def test_every_architecture_that_can_be_folded_says_the_same(name: str, channels
 def test_a_residual_network_has_its_relus_and_shortcuts_inside() -> None:
     _, network = fold(models.build("resnet18", 3, 8, 28))
     assert network is not None
-    fused = [module for module in network.modules() if isinstance(module, Fused)]
+    fused = [module for module in network.modules() if isinstance(module, FusedConv2d)]
     assert len(fused) == 20 and sum(module.relu for module in fused) == 17
     assert sum(module.bias is None for module in fused) == 3, "where two are added up, one has the shift of both"
     targets = [node.target for node in network.graph.nodes if node.op == "call_function"]  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ class Chooses(nn.Module):
 
 
 def test_a_network_that_cannot_be_traced_stays_as_it_is() -> None:
-    assert folded(Chooses()) is None
+    assert fuse_batchnorm(Chooses()) is None
 
 
 class Refuses(nn.Module):
@@ -176,7 +176,7 @@ def test_gradients_to_the_images_take_the_other_path() -> None:
     """The kernel of a folded layer knows no gradient; on a CPU, where the plain one stands in, that would not show."""
     model, x = randomised(Tiny(), 2), noise(4, 3, 6, 6).requires_grad_(True)
     ensemble = Ensemble([model], fast=True)
-    ensemble._clients[0].folded = Refuses()
+    ensemble._clients[0].fused = Refuses()
     (ours,) = torch.autograd.grad(ensemble.logits(x).square().sum(), x)
     (theirs,) = torch.autograd.grad(Ensemble([model]).logits(x).square().sum(), x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -189,7 +189,7 @@ def test_folding_leaves_the_network_itself_alone() -> None:
     private, network = fold(given)
     assert network is not None
     for module in network.modules():
-        if isinstance(module, Fused):
+        if isinstance(module, FusedConv2d):
             module.weight.fill_(torch.nan)
     for name, value in private.state_dict().items():
         assert torch.equal(value, given.state_dict()[name]), name
@@ -218,7 +218,7 @@ def test_a_folded_ensemble_travels_to_another_process() -> None:
     "conv", [nn.Conv2d(9, 5, 3, 2, 1), nn.Conv2d(9, 5, (1, 4), 3, (0, 2)), nn.Conv2d(9, 5, 3, dilation=2)]
 )
 def test_the_shape_that_a_shortcut_must_have(conv: nn.Conv2d) -> None:
-    from fedbicross.engine.fold import _output_shape
+    from fedbicross.engine.fuse_batchnorm import _output_shape
 
     x = torch.zeros(2, 9, 13, 11)
     assert isinstance(conv.padding, tuple)

@@ -24,7 +24,7 @@ LOG = "flower.log"
 SUMMARY = "flower.json"  # of the last run, in its folder at the server
 
 
-class Places(Settings):
+class MachineSettings(Settings):
     """Paths on one machine. Absolute, because Flower starts its processes wherever it likes."""
 
     federation: str = Field(description="the agreed federation.toml")
@@ -53,7 +53,7 @@ class Places(Settings):
         return keys.load_private_key(self.key)
 
 
-class SitePlaces(Places):
+class SiteSettings(MachineSettings):
     """``site.toml``: what a SuperNode is started with. It stays at the site."""
 
     data: str = Field(description="the site's images: folder of class folders, CSV manifest or .npz")
@@ -67,7 +67,7 @@ class SitePlaces(Places):
         raise ConfigError("not_listed", f"the federation file does not list the key {self.key}")
 
 
-class ServerPlaces(Places):
+class ServerSettings(MachineSettings):
     """``server.toml``: what the SuperLink's environment points at. Runs cannot change it."""
 
 
@@ -88,39 +88,39 @@ class Waiting(Settings):
         return parse(cls, values, "run-config")
 
 
-P = TypeVar("P", bound=Places)
+P = TypeVar("P", bound=MachineSettings)
 
 
-def load_places(cls: type[P], file: Path) -> P:
+def load_settings(cls: type[P], file: Path) -> P:
     """Read ``site.toml`` or ``server.toml``."""
     return parse(cls, read_toml(file))
 
 
-def server_settings(**typed: str | Path) -> ServerPlaces:
+def server_settings(**typed: str | Path) -> ServerSettings:
     """From what was typed: every path is made absolute."""
-    return parse(ServerPlaces, _absolute(typed))
+    return parse(ServerSettings, _absolute(typed))
 
 
-def site_settings(**typed: str | Path) -> SitePlaces:
+def site_settings(**typed: str | Path) -> SiteSettings:
     """From what was typed: every path is made absolute."""
-    return parse(SitePlaces, _absolute(typed))
+    return parse(SiteSettings, _absolute(typed))
 
 
 def _absolute(typed: Mapping[str, str | Path]) -> dict[str, str]:
     return {key: str(value.absolute()) if isinstance(value, Path) else value for key, value in typed.items()}
 
 
-def server_places() -> ServerPlaces:
+def settings_of_superlink() -> ServerSettings:
     """The settings that the SuperLink was started with."""
     file = os.environ.get(SERVER_FILE)
     if not file:
         raise ConfigError(
             "no_server_file", f"the SuperLink was started without {SERVER_FILE}; use `fedbicross flower up`"
         )
-    return load_places(ServerPlaces, Path(file))
+    return load_settings(ServerSettings, Path(file))
 
 
-class Diary:
+class LogFile:
     """Progress as lines in a file, where the person at this machine can read them; and through ``also``, if given."""
 
     def __init__(self, file: Path, also: Callable[[str], object] | None = None) -> None:

@@ -11,13 +11,13 @@ from fedbicross.context import Context
 from fedbicross.engine.images import grid_png
 from fedbicross.engine.student import Student
 from fedbicross.errors import MethodError
-from fedbicross.exchange import file_name
+from fedbicross.messages import file_name
 from fedbicross.parts import diagnosis
 from fedbicross.steps import adversarial
 from fedbicross.steps.trajectory import Sample, Teacher
 
 
-class Watch:
+class SynthesisLog:
     """Progress, curves and pictures of one synthesis, and at its end what there is to say about it."""
 
     moment = "step"  # what a column of the strip is
@@ -78,7 +78,7 @@ class Watch:
         self.step = int(tensors["step"])
 
 
-class GeneratorWatch(Watch):
+class GeneratorLog(SynthesisLog):
     """Progress, curves and pictures of a generator and its student, and at the end what there is to say."""
 
     moment = "epoch"

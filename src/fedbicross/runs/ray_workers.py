@@ -1,6 +1,6 @@
 """The cells of a run, seed by seed and method by method, spread over processes or machines.
 
-Each cell is a small run in a folder of its own under ``<out>.parts``; at the end their files are put together and the
+Each job is a small run in a folder of its own under ``<out>.parts``; at the end their files are put together and the
 ordinary ``resume`` makes the results from them. So the engine cannot change a result, and a killed spread goes on where
 it stopped. Training alone comes first in every seed, in all of its ways at once: its networks are those that all other
 methods of that seed share, and the best of them is what they are measured against.
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
 from fedbicross.engine.device import resolve_device
-from fedbicross.engine.spread import QUIET, import_ray
+from fedbicross.engine.workers import QUIET, import_ray
 from fedbicross.errors import ConfigError
 from fedbicross.evaluate.summary import local_baselines
 from fedbicross.runs import runner
@@ -32,8 +32,8 @@ _NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", 
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One piece of work: some methods of one seed, beginning with the files of an earlier cell."""
+class Job:
+    """One piece of work: some methods of one seed, beginning with the files of an earlier job."""
 
     config: RunConfig
     folder: str
@@ -53,13 +53,13 @@ def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progre
     if config.data.name.startswith("python:"):
         raise ConfigError("engine", "a run on arrays from Python cannot be spread; save them as an .npz file first")
     runner.check_place(out, replace=False)
-    spread = _local if engine == "local" else _ray(config)
+    run_jobs = _local if engine == "local" else _ray(config)
     parts = out.with_name(f"{out.name}.parts")
-    first, then = cells(config, parts)
+    first, then = jobs(config, parts)
     update = progress.start(f"cells ({engine})", len(first) + len(then))
     finished: list[str] = []
     for group in (first, then):
-        for folder in spread(group):
+        for folder in run_jobs(group):
             finished.append(folder)
             update(len(finished), Path(folder).name)
     _begin(out, config, [Path(folder) for folder in sorted(finished)])
@@ -68,20 +68,20 @@ def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progre
     return results
 
 
-def cells(config: RunConfig, parts: Path) -> tuple[list[Cell], list[Cell]]:
+def jobs(config: RunConfig, parts: Path) -> tuple[list[Job], list[Job]]:
     """What can run at once from the start, and what can run at once after that."""
     specs = config.all_methods()
     local = local_baselines(specs)
-    if not local:  # nothing that methods could share: a cell is a whole seed
-        return [Cell(_only(config, seed, specs), str(parts / f"seed-{seed}")) for seed in config.seeds], []
+    if not local:  # nothing that methods could share: a job is a whole seed
+        return [Job(_only(config, seed, specs), str(parts / f"seed-{seed}")) for seed in config.seeds], []
     first, then = [], []
     for seed in config.seeds:
-        alone = Cell(_only(config, seed, local), str(parts / f"seed-{seed}.alone"))
+        alone = Job(_only(config, seed, local), str(parts / f"seed-{seed}.alone"))
         first.append(alone)
         for spec in specs:
             if spec not in local:
                 folder = parts / f"seed-{seed}.{spec.replace(':', '+')}"
-                then.append(Cell(_only(config, seed, [*local, spec]), str(folder), alone.folder))
+                then.append(Job(_only(config, seed, [*local, spec]), str(folder), alone.folder))
     return first, then
 
 
@@ -112,24 +112,24 @@ def _begin(folder: Path, config: RunConfig, sources: Sequence[Path]) -> None:
     write_atomic(folder / "config.toml", as_toml(config).encode())
 
 
-Spread = Callable[[Sequence[Cell]], Iterator[str]]
+RunJobs = Callable[[Sequence[Job]], Iterator[str]]
 
 
-def _local(group: Sequence[Cell]) -> Iterator[str]:
-    for cell in group:
-        yield cell.work()
+def _local(group: Sequence[Job]) -> Iterator[str]:
+    for job in group:
+        yield job.work()
 
 
-def _ray(config: RunConfig) -> Spread:
-    """Each cell as a Ray task, on one GPU where the run wants one."""
+def _ray(config: RunConfig) -> RunJobs:
+    """Each job as a Ray task, on one GPU where the run wants one."""
     ray = import_ray()
     if not ray.is_initialized():
         ray.init(**QUIET)  # $RAY_ADDRESS: join a cluster
     gpus = 1 if resolve_device(config.device) == "cuda" else 0
     task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_work)
 
-    def spread(group: Sequence[Cell]) -> Iterator[str]:
-        waiting = [task.remote(cell) for cell in group]
+    def run_jobs(group: Sequence[Job]) -> Iterator[str]:
+        waiting = [task.remote(job) for job in group]
         while waiting:
             done, waiting = ray.wait(waiting)
             try:
@@ -138,8 +138,8 @@ def _ray(config: RunConfig) -> Spread:
                 cause = error.cause
                 raise (cause if isinstance(cause, Exception) else error) from None
 
-    return spread
+    return run_jobs
 
 
-def _work(cell: Cell) -> str:
-    return cell.work()
+def _work(job: Job) -> str:
+    return job.work()

@@ -4,20 +4,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbicross.data.units import Units, split_off_test
+from fedbicross.data.patient_groups import PatientGroups, split_off_test
 
 
 def test_images_are_units_without_patients():
-    units = Units.of_names(None, np.array([2, 0]), 3)
-    assert (units.of_image.tolist(), units.label.tolist(), units.size.tolist()) == ([0, 1], [2, 0], [1, 1])
-    assert not units.are_patients
+    groups = PatientGroups.of_names(None, np.array([2, 0]), 3)
+    assert (groups.of_image.tolist(), groups.label.tolist(), groups.size.tolist()) == ([0, 1], [2, 0], [1, 1])
+    assert not groups.are_patients
 
 
 def test_patients_take_their_majority_label():
-    units = Units.of_names(np.array(["b", "a", "b", "b", "a"]), np.array([1, 2, 0, 1, 0]), 3)
-    assert units.of_image.tolist() == [1, 0, 1, 1, 0]
-    assert units.label.tolist() == [0, 1]  # patient a: a tie, the lower label
-    assert units.size.tolist() == [2, 3] and units.are_patients
+    groups = PatientGroups.of_names(np.array(["b", "a", "b", "b", "a"]), np.array([1, 2, 0, 1, 0]), 3)
+    assert groups.of_image.tolist() == [1, 0, 1, 1, 0]
+    assert groups.label.tolist() == [0, 1]  # patient a: a tie, the lower label
+    assert groups.size.tolist() == [2, 3] and groups.are_patients
 
 
 @settings(max_examples=200)
@@ -31,13 +31,13 @@ def test_split_off_test(seed, n, with_patients, with_sites, fraction):
     test = split_off_test(labels, patients, sites, fraction, np.random.default_rng(0))
     if patients is not None:
         assert not set(patients[test]) & set(patients[~test])
-    units = Units.of_names(patients, labels, 3)
-    test_units = test[[np.flatnonzero(units.of_image == u)[0] for u in range(len(units))]]
-    for c in np.unique(units.label):  # each class can be learnt
-        assert not test_units[units.label == c].all()
-    if max(np.bincount(units.label)) > 1:
+    groups = PatientGroups.of_names(patients, labels, 3)
+    test_units = test[[np.flatnonzero(groups.of_image == u)[0] for u in range(len(groups))]]
+    for c in np.unique(groups.label):  # each class can be learnt
+        assert not test_units[groups.label == c].all()
+    if max(np.bincount(groups.label)) > 1:
         assert test.any()
-    assert test_units.sum() <= np.ceil(fraction * len(units)) + 1
+    assert test_units.sum() <= np.ceil(fraction * len(groups)) + 1
     assert np.array_equal(test, split_off_test(labels, patients, sites, fraction, np.random.default_rng(0)))
 
 

@@ -20,7 +20,20 @@ import torch
 from cli.console import call, environment
 from fedbicross.bundle import keys
 from fedbicross.context import Context
-from fedbicross.engine import spread
+from fedbicross.engine.workers import (
+    CHUNK,
+    CHUNK_BYTES,
+    QUIET,
+    STORE,
+    WAITING,
+    OnWorker,
+    Workers,
+    flat,
+    moved,
+    size,
+    to,
+    whole,
+)
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import simulate
 from fedbicross.transport import files
@@ -38,7 +51,7 @@ def ray() -> Iterator[Any]:
     """A cluster with room for two workers, to which everything in this process connects."""
     found = pytest.importorskip("ray")
     cores = 2 * torch.get_num_threads()
-    found.init(address="local", num_cpus=cores, object_store_memory=spread.STORE, **spread.QUIET)
+    found.init(address="local", num_cpus=cores, object_store_memory=STORE, **QUIET)
     yield found
     found.shutdown()
 
@@ -133,7 +146,7 @@ def test_a_simulation_can_be_given_workers(ray: Any) -> None:
 
     method, clients = FedISCA(FedISCAConfig(**TINY_METHODS["fedisca"], adaptation="ema")), tiny_clients(2)
     expected = simulate(method, clients, tiny_context())
-    with spread.Workers(2, say=lambda line: None) as workers:
+    with Workers(2, say=lambda line: None) as workers:
         found = simulate(method, clients, replace(tiny_context(), workers=workers))
     assert {name: model.pack() for name, model in found.items()} == {n: m.pack() for n, m in expected.items()}
 
@@ -242,23 +255,23 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
 
     log, large, place = tmp_path / "log", tmp_path / "large", {"done": torch.tensor(3)}
     said: list[str] = []
-    with spread.Workers(2, say=said.append) as workers:
+    with Workers(2, say=said.append) as workers:
         assert workers.begin(most=5) == 2
         said.clear()
         for _ in workers.hands:
             with pytest.raises(MethodError, match="not today") as caught:
-                list(spread.Elsewhere(workers, Alone(1), refuses, place))
+                list(OnWorker(workers, Alone(1), refuses, place))
             assert caught.value.code == "mine"
-        source = spread.Elsewhere(workers, Alone(203), partial(counted, log=str(log)), place)
+        source = OnWorker(workers, Alone(203), partial(counted, log=str(log)), place)
         items = iter(source)
         assert [float(next(items)) for _ in range(4)] == [3, 4, 5, 6]
         assert int(source.tensors()["done"]) == 7
-        while log.stat().st_size <= spread.CHUNK:  # it goes ahead
+        while log.stat().st_size <= CHUNK:  # it goes ahead
             time.sleep(0.05)
         time.sleep(1)
-        assert log.stat().st_size <= (2 + spread.WAITING) * spread.CHUNK, "but not far"
-        half = spread.CHUNK_BYTES // 8  # two floats32 arrays of this many numbers fill a chunk
-        big = spread.Elsewhere(workers, Alone(9), partial(counted, log=str(large), size=half), {"done": place["done"]})
+        assert log.stat().st_size <= (2 + WAITING) * CHUNK, "but not far"
+        half = CHUNK_BYTES // 8  # two floats32 arrays of this many numbers fill a chunk
+        big = OnWorker(workers, Alone(9), partial(counted, log=str(large), size=half), {"done": place["done"]})
         next(iter(big))
         time.sleep(1)
         assert large.stat().st_size <= 6, "large items travel in smaller chunks"
@@ -274,7 +287,7 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
 
 @pytest.mark.slow
 def test_workers_that_cannot_be_had(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with spread.Workers() as workers:
+    with Workers() as workers:
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
         with pytest.raises(ConfigError, match=r"no machine of the Ray cluster has 99 free cores") as caught:
             workers.begin(2)
@@ -287,7 +300,7 @@ def test_workers_that_cannot_be_had(ray: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = spread.Workers() if pytest.importorskip("ray") else None
+    workers = Workers() if pytest.importorskip("ray") else None
     assert workers is not None
 
     def init(**options: Any) -> None:
@@ -316,7 +329,7 @@ def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytes
 def test_a_method_without_trajectories_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     sites, said = make_sites(), Said()
-    monkeypatch.setattr(spread.Workers, "_connect", lambda *args: pytest.fail("no cluster is needed"))
+    monkeypatch.setattr(Workers, "_connect", lambda *args: pytest.fail("no cluster is needed"))
     assert len(with_ray(sites, upload_all(sites, tmp_path / "sites"), tmp_path / "work", said)) == 3
     assert "note: nothing was spread: this fedavg makes no trajectories" in said.lines
 
@@ -338,10 +351,10 @@ def test_the_local_engine_never_imports_ray() -> None:
 def test_moving_keeps_the_shape_of_things() -> None:
     Pair = namedtuple("Pair", "left right")
     value = {"a": (Pair(torch.ones(2), 3.0), None), "b": torch.zeros(())}
-    found = spread.moved(value, spread.to("meta"))
+    found = moved(value, to("meta"))
     assert type(found["a"][0]) is Pair and found["a"][0].left.is_meta and found["b"].is_meta
     assert found["a"][0].right == 3.0 and found["a"][1] is None
-    assert spread.size((Pair(torch.ones(2), 3.0), (torch.ones(3, dtype=torch.int64), "x"))) == 8 + 24
+    assert size((Pair(torch.ones(2), 3.0), (torch.ones(3, dtype=torch.int64), "x"))) == 8 + 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -349,9 +362,9 @@ def test_a_tensor_travels_with_its_layout(dtype: torch.dtype) -> None:
     plain = torch.randn(4, 3, 5, 2).to(dtype)
     cases = [plain, plain.to(memory_format=torch.channels_last), plain[1], plain[0, 0, 0, 0], plain[:0]]
     for tensor in [*cases, torch.ones(1, 3, 1, 2).to(dtype)]:
-        found = spread.whole(spread.flat(tensor))
+        found = whole(flat(tensor))
         assert found.dtype == dtype and found.stride() == tensor.stride() and torch.equal(found, tensor)
         assert not found.numel() or found.data_ptr() != tensor.data_ptr()
     skipping = plain[..., ::2]
-    assert torch.equal(spread.whole(spread.flat(skipping)), skipping)
-    assert spread.flat(0.5) == 0.5 and spread.whole(None) is None
+    assert torch.equal(whole(flat(skipping)), skipping)
+    assert flat(0.5) == 0.5 and whole(None) is None

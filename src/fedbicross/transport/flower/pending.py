@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 
 @dataclass
-class Exchange:
+class PendingMessages:
     """Messages under way: which node each went to. An error made by Flower does not name the node itself."""
 
     grid: Grid

@@ -37,7 +37,7 @@ def test_a_model_with_a_referral_answers_the_same_after_a_round_trip() -> None:
     scores = np.log(Predictor(ctx.task, ("resnet8",), states[1:]).probabilities(images))
     odds = np.sort(scores[:, 2] - scores[:, :2].max(1))
     at = 6 + int(np.diff(odds)[6:18].argmax())  # where no rounding can change which images are referred
-    referral = torch.tensor([0.0, 0.0, 1.0, float(odds[at] + odds[at + 1]) / 2])
+    referral = torch.tensor([1e4, 1e4, float(odds[at] + odds[at + 1]) / 2])
     model = replace(alone, referral=referral)
     back = Predictor.unpack(model.pack())
     assert back.pack() == model.pack() != alone.pack()

@@ -153,7 +153,7 @@ class Predictor:
     constant: Tensor | None = None  # [classes]
     encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
     log_prior: Tensor | None = None  # [classes], for consensus: added to what the networks say
-    referral: Tensor | None = None  # [classes + 1]: when the last network answers alone (`engine.combine.refer`)
+    referral: Tensor | None = None  # [classes]: when the last network answers alone (`engine.combine.refer`)
 
     def probabilities(
         self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None

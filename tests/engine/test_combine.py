@@ -10,12 +10,14 @@ from torch import Tensor
 
 from fedbicross.engine.combine import (
     NEVER,
+    NOT_REFERRED,
     class_weights,
     combine_logits,
     contrast_counts,
     log_prior,
     refer,
     referral_odds,
+    weighting_counts,
 )
 from fedbicross.errors import MethodError
 
@@ -115,7 +117,10 @@ def test_contrast_counts_equal_loops(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 50, (4, 5), generator=generator).double()
     counts = counts * (torch.rand(4, 5, generator=generator) < 0.5)
-    assert contrast_counts(counts).tolist() == slow_contrast(counts.tolist())
+    expected = slow_contrast(counts.tolist())
+    assert contrast_counts(counts).tolist() == weighting_counts(counts, "contrast").tolist() == expected
+    assert weighting_counts(counts, "root").tolist() == [[math.sqrt(n) for n in row] for row in expected]
+    assert torch.equal(weighting_counts(counts, "counts"), counts)
 
 
 def test_a_hospital_of_nearly_one_class_hardly_counts_for_it() -> None:
@@ -155,9 +160,9 @@ def test_log_prior_of_odd_counts_is_finite() -> None:
 MARKS = [[1, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1, 0]]
 
 
-def slow_odds(row: list[float], marks: list[int]) -> float:
-    seldom = [value for value, mark in zip(row, marks, strict=True) if mark]
-    return max(seldom) - max(value for value, mark in zip(row, marks, strict=True) if not mark)
+def slow_odds(row: list[float], marks: list[int]) -> list[float]:
+    others = max(value for value, mark in zip(row, marks, strict=True) if not mark)
+    return [value - others for value in row]
 
 
 @pytest.mark.parametrize("marks", MARKS)
@@ -170,19 +175,21 @@ def test_referral_odds_equal_a_loop(marks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("threshold", [-1.5, 0.0, 1.0, 1e4, -1e4])
+@pytest.mark.parametrize("threshold", [-1.5, 0.0, 1.0, 9e3, -1e4])
 def test_refer_equals_a_loop(threshold: float, marks: list[int]) -> None:
     given, logits = numbers(30, 4, seed=1).softmax(1), numbers(30, 4, seed=2)
+    thresholds = [threshold + c / 4 if mark else NOT_REFERRED for c, mark in enumerate(marks)]  # each class its own
     expected = []
     for row, said in zip(given.tolist(), logits.tolist(), strict=True):
         shared = log_softmax(said)
-        passed = slow_odds(shared, marks) > threshold
+        likeliest = max((c for c in range(4) if marks[c]), key=lambda c: shared[c])
+        passed = slow_odds(shared, marks)[likeliest] > thresholds[likeliest]
         expected.append([math.exp(value) for value in shared] if passed else row)
-    found = refer(given, logits, torch.tensor([*marks, threshold]))
+    found = refer(given, logits, torch.tensor(thresholds))
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
     referred = (found != given).any(1)
     assert torch.equal(found[~referred], given[~referred]), "to the last bit"
-    if abs(threshold) == 1e4:
+    if abs(threshold) > 1e3:
         assert referred.all() == (threshold < 0) and referred.any() == (threshold < 0)
 
 
@@ -190,10 +197,10 @@ def test_odds_that_equal_the_threshold_are_not_beyond_it() -> None:
     given, logits = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 2.0]])
     shared = logits.log_softmax(1)
     threshold = shared[0, 1] - shared[0, 0]
-    assert torch.equal(refer(given, logits, torch.tensor([0.0, 1.0, float(threshold)])), given)
+    assert torch.equal(refer(given, logits, torch.tensor([NOT_REFERRED, float(threshold)])), given)
 
 
 def test_refer_stays_finite_where_the_shared_model_is_as_sure_as_can_be() -> None:
     logits = torch.tensor([[0.0, 3e38], [3e38, 0.0]])
-    found = refer(torch.full((2, 2), 0.5), logits, torch.tensor([0.0, 1.0, 5.0]))
+    found = refer(torch.full((2, 2), 0.5), logits, torch.tensor([NOT_REFERRED, 5.0]))
     assert found.tolist() == [[0, 1], [0.5, 0.5]]

@@ -363,7 +363,7 @@ def test_a_client_keeps_its_own_model_and_gets_the_student_where_the_gate_says_s
     trained: Context,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client, marks = uneven()[0], torch.tensor([0.0, 1.0, 0.0, 3.0])
+    client, marks = uneven()[0], torch.tensor([1e4, 3.0, 1e4])
     monkeypatch.setattr(gate, "choose", lambda *given: Choice(0.5 if accepted else 1.0, 2))
     monkeypatch.setattr(gate, "referral", lambda *given: marks if referred else None)
     predictor = tiny(spec).personalize(client, reply, trained)
@@ -452,7 +452,7 @@ def test_clients_with_too_few_images_for_validation_keep_their_own_model_and_are
     assert model.class_weights is not None and (model.class_weights[2] == 0).all(), (
         "the student has no say but by referral"
     )
-    assert model.referral is not None and model.referral[:-1].sum() == 2
+    assert model.referral is not None and (model.referral < 1e4).sum() == 2
     warnings = [text for record in records(ctx, [c.name for c in clients], 1) for text in record["warnings"]]
     told = [text for text in warnings if "no validation images" in text]
     assert len(told) == 2 and "client-1" in told[0] and "client-2" in told[1]

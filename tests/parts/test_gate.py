@@ -90,7 +90,7 @@ def test_nor_has_an_answer_that_hangs_on_the_image_or_on_no_network(made: str) -
     if made == "without a network":
         odd = Predictor(ctx.task, constant=torch.tensor([0.2, 0.3, 0.5]))
     else:
-        odd = replace(own_model(tiny_clients(1)[0], ctx, None), referral=torch.tensor([0.0, 0.0, 1.0, 2.0]))
+        odd = replace(own_model(tiny_clients(1)[0], ctx, None), referral=torch.tensor([1e4, 1e4, 2.0]))
     with pytest.raises(MethodError) as caught:
         gate.log_linear(odd)
     assert caught.value.code == "no_gate" and made in caught.value.args[0]
@@ -139,8 +139,8 @@ def slow_referred(answers: np.ndarray, shared: np.ndarray, referred: list[float]
     """The shared model's answer where it is surer of a marked class than of every other, by enough."""
     out, rows = answers.copy(), []
     for image, row in enumerate(np.log(shared)):
-        marked = max(row[c] for c in range(3) if referred[c])
-        if marked - max(row[c] for c in range(3) if not referred[c]) > referred[-1]:
+        likeliest = max((c for c in range(3) if referred[c] < 1e4), key=lambda c: row[c])
+        if row[likeliest] - max(row[c] for c in range(3) if referred[c] == 1e4) > referred[likeliest]:
             out[image] = shared[image]
             rows.append(image)
     return out, rows
@@ -185,7 +185,7 @@ def test_images_beyond_the_threshold_are_answered_by_the_shared_model(
     own, shared = own_model(client, ctx, loss), own_model(clients[1], ctx, "cross_entropy")
     theirs = shared.probabilities(images)
     middle = float(np.median(np.log(theirs[:, 0]) - np.log(theirs[:, 1:].max(1)))) + 1e-6  # refers about half
-    referred = [1.0, 0.0, 0.0, middle]
+    referred = [middle, 1e4, 1e4]
     asked = decided(monkeypatch, share, referred)
     model = gate.gated(client, own, shared, ctx)
     validate.check_predictor(model)
@@ -236,7 +236,7 @@ def test_a_mixture_that_did_not_earn_its_place_leaves_the_own_model(monkeypatch:
     assert gate.gated(clients[0], own, shared_model(ctx, clients, "mean_logits"), ctx) is own
 
 
-@pytest.mark.parametrize("referred", [None, [0.0, 1.0, 1.0, 2.5]])
+@pytest.mark.parametrize("referred", [None, [1e4, 2.54, 3.0]])
 def test_the_report_says_what_was_decided(referred: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     clients, ctx = tiny_clients(2), tiny_context(validation=0.3)
     decided(monkeypatch, 0.5, referred)
@@ -245,8 +245,8 @@ def test_the_report_says_what_was_decided(referred: list[float] | None, monkeypa
     assert "client-0" in title
     row = dict(zip(table["columns"], table["rows"][0], strict=True))
     assert row["validation images"] == 7 and row["own model's share"] == 0.5
-    classes, odds = ("none", "") if referred is None else ("class-1, class-2", 2.5)
-    assert row["classes referred"] == classes and row["from odds"] == odds
+    expected = "none" if referred is None else "class-1 2.5, class-2 3.0"
+    assert row["classes referred, from odds"] == expected
 
 
 @pytest.mark.parametrize("model", ["resnet8", "vgg8", "wrn16_2"])
@@ -262,7 +262,7 @@ def test_too_few_images_for_validation_keep_the_own_model_and_say_so(model: str)
 def test_a_client_of_another_architecture_may_be_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     clients, ctx = tiny_clients(2), tiny_context(validation=0.3)
     other = replace(ctx, client_models={"client-0": "wrn16_2"})
-    decided(monkeypatch, 0.5, [1.0, 0.0, 0.0, 0.0])
+    decided(monkeypatch, 0.5, [0.0, 1e4, 1e4])
     model = gate.gated(clients[0], own_model(clients[0], other, "both"), own_model(clients[1], ctx, None), other)
     validate.check_predictor(model)
     assert model.architectures == ("wrn16_2", "wrn16_2", "resnet8")

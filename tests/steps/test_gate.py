@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbicross.engine.combine import refer, referral_odds
+from fedbicross.engine.combine import NOT_REFERRED, refer, referral_odds
 from fedbicross.steps.gate import (
     MARGIN,
     SELDOM,
@@ -188,16 +188,18 @@ def test_a_model_that_differs_by_the_throw_of_a_coin_is_seldom_let_in(spread: bo
 # --- referral ---------------------------------------------------------------------------------------------
 
 
-def slow_odds(row: list[float], seldom: list[bool]) -> float:
-    pairs = list(zip(row, seldom, strict=True))
-    return max(value for value, mark in pairs if mark) - max(value for value, mark in pairs if not mark)
+def marks(found: Tensor) -> list[int]:
+    return (found < NOT_REFERRED).int().tolist()
 
 
 def slow_referral(shared: list[list[float]], labels: list[int], counts: list[int]) -> list[float] | None:
-    seldom = [100 * count < sum(counts) for count in counts]
-    odds = sorted(slow_odds(row, seldom) for row, label in zip(shared, labels, strict=True) if not seldom[label])
-    middle = odds[(len(odds) - 1) // 2]  # of two in the middle the lower one
-    return [*map(float, seldom), odds[-1] + 0.2 * (odds[-1] - middle)]
+    seldom, out = [100 * count < sum(counts) for count in counts], []
+    own = [row for row, label in zip(shared, labels, strict=True) if not seldom[label]]
+    for c in range(4):
+        odds = sorted(row[c] - max(row[d] for d in range(4) if not seldom[d]) for row in own)
+        middle = odds[(len(odds) - 1) // 2]  # of two in the middle the lower one
+        out.append(odds[-1] + 0.2 * (odds[-1] - middle) if seldom[c] else NOT_REFERRED)
+    return out
 
 
 @pytest.mark.parametrize("counts", [[120, 79, 0, 1], [150, 50, 0, 0], [1, 0, 0, 199], [0, 0, 1, 0], [0, 0, 2, 0]])
@@ -216,10 +218,10 @@ def test_no_own_image_of_a_common_class_is_referred() -> None:
     for seed in range(20):
         shared = log_posteriors(100, seed=seed)
         found = referral(shared, labels, counts)
-        assert found is not None and found[:-1].tolist() == [0, 1, 0, 0]
-        odds = referral_odds(shared, found[:-1] > 0)
-        assert float(found[-1]) == pytest.approx(float(odds.max() + MARGIN * (odds.max() - odds.median())))
-        assert (odds < found[-1]).all()
+        assert found is not None and marks(found) == [0, 1, 0, 0]
+        odds = referral_odds(shared, found < NOT_REFERRED)[:, 1]
+        assert float(found[1]) == pytest.approx(float(odds.max() + MARGIN * (odds.max() - odds.median())))
+        assert (odds < found[1]).all()
         kept = torch.zeros(100, 4, dtype=torch.float64)
         assert torch.equal(refer(kept, shared, found), kept)
 
@@ -229,11 +231,12 @@ def test_own_images_of_seldom_classes_do_not_count() -> None:
     labels = torch.repeat_interleave(torch.arange(4), counts)
     shared = log_posteriors(300, seed=4)
     expected = referral(shared, labels, counts)
-    assert expected is not None and expected[:-1].tolist() == [0, 0, 1, 1]
+    assert expected is not None and marks(expected) == [0, 0, 1, 1]
     shared[299] = torch.tensor([-50.0, -50.0, 0.0, -50.0])  # the only image of the third class, as sure as can be
     assert torch.equal(referral(shared, labels, counts), expected)
     shared[0] = shared[299]
-    assert float(referral(shared, labels, counts)[-1]) > float(expected[-1]), "an image of a common class does"
+    changed = referral(shared, labels, counts)
+    assert changed[2] > expected[2], "an image of a common class does"
 
 
 @pytest.mark.parametrize("counts", [[25, 25, 25, 25], [97, 1, 1, 1], [0, 0, 0, 0]])
@@ -251,7 +254,7 @@ def test_seldom_is_less_than_one_image_in_a_hundred(images: int) -> None:
         labels = torch.tensor([0])  # one image is enough: the counts alone decide
         found = referral(log_posteriors(1, 3), labels, counts)
         expected = [float(100 * count < images) for count in counts.tolist()]
-        assert found is None if expected[0] else found is not None and found[:-1].tolist() == expected
+        assert found is None if expected[0] else found is not None and marks(found) == expected
 
 
 def test_a_referral_seldom_takes_an_image_from_the_own_model() -> None:
@@ -262,7 +265,7 @@ def test_a_referral_seldom_takes_an_image_from_the_own_model() -> None:
     for _ in range(runs):
         shared = torch.randn(n + 1, 3, generator=generator, dtype=torch.float64).log_softmax(1)
         found = referral(shared[:n], labels, counts)
-        lost += bool(referral_odds(shared[n:], found[:-1] > 0) > found[-1])
+        lost += bool(referral_odds(shared[n:], found < NOT_REFERRED)[0, 2] > found[2])
     assert 0 < lost < runs / (n + 1)
 
 

@@ -44,7 +44,7 @@ def gated(images: np.ndarray) -> Predictor:
     at = 6 + int(np.diff(odds)[6:18].argmax())  # where no rounding can change which images are referred
     threshold = float(odds[at] + odds[at + 1]) / 2
     weights = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    return replace(model, class_weights=weights, referral=torch.tensor([0.0, 0.0, 1.0, threshold]))
+    return replace(model, class_weights=weights, referral=torch.tensor([1e4, 1e4, threshold]))
 
 
 def referred(model: Predictor, images: np.ndarray) -> np.ndarray:

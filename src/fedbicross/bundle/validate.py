@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fedbicross import models
 from fedbicross.bundle.format import Tensors, canonical_json, tensor_digest
+from fedbicross.engine.combine import NOT_REFERRED
 from fedbicross.errors import ConfigError, UploadError
 from fedbicross.settings import Settings
 
@@ -172,14 +173,14 @@ def check_log_prior(tensor: Tensor, classes: int) -> None:
 
 
 def check_referral(tensor: Tensor, classes: int) -> None:
-    """A mark of 0 or 1 for each class, with both among them, and a finite number."""
-    if tuple(tensor.shape) != (classes + 1,) or not tensor.is_floating_point():
+    """Finite odds for each class, some of them `NOT_REFERRED` and some below it."""
+    if tuple(tensor.shape) != (classes,) or not tensor.is_floating_point():
         raise UploadError(
-            "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes + 1,)}"
+            "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
         )
     _bounds("referral", tensor)
-    if sorted({float(mark) for mark in tensor[:-1]}) != [0.0, 1.0]:
-        raise UploadError("magnitude", "'referral' does not mark some of the classes with 1 and the others with 0")
+    if tensor.max() != NOT_REFERRED or tensor.min() == NOT_REFERRED:
+        raise UploadError("magnitude", f"'referral' does not hold odds below {NOT_REFERRED:g}, and that number, only")
 
 
 def check_predictor(predictor: Predictor) -> None:

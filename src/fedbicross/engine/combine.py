@@ -13,6 +13,7 @@ from fedbicross.errors import MethodError
 Combination = Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
 Weighting = Literal["counts", "contrast", "root"]
 
+NOT_REFERRED = 1e4  # odds that a class which is not seldom would have to pass
 NEVER = -1e4  # the log-probability of a class that cannot be; finite, so that a file can hold it
 
 
@@ -100,17 +101,18 @@ def combine_logits(
 
 
 def referral_odds(log_probabilities: Tensor, seldom: Tensor) -> Tensor:
-    """How much surer a model is of the likeliest seldom class than of the likeliest other one, in logs [B]."""
+    """How much surer a model is of each class than of the likeliest one that is not seldom, in logs [B,C]."""
     never = torch.finfo(log_probabilities.dtype).min
-    highest_seldom = log_probabilities.masked_fill(~seldom, never).amax(-1)
-    return highest_seldom - log_probabilities.masked_fill(seldom, never).amax(-1)
+    return log_probabilities - log_probabilities.masked_fill(seldom, never).amax(-1, keepdim=True)
 
 
 def refer(probabilities: Tensor, shared_logits: Tensor, referral: Tensor) -> Tensor:
     """The shared model's probabilities [B,C] for images that it is sure enough to be of a seldom class; else as given.
 
-    ``referral`` [C+1] holds 1 for a seldom class, and last the odds that must be passed (`steps.gate.referral`).
+    ``referral`` [C] holds for each seldom class the odds that it must pass, `NOT_REFERRED` for the others
+    (`steps.gate.referral`). Of the seldom classes the likeliest decides.
     """
-    shared = F.log_softmax(shared_logits, dim=-1)
-    passed = referral_odds(shared, referral[:-1] > 0) > referral[-1].to(shared.dtype)
-    return torch.where(passed.unsqueeze(-1), shared.exp(), probabilities)
+    shared, seldom = F.log_softmax(shared_logits, dim=-1), referral < NOT_REFERRED
+    likeliest = shared.masked_fill(~seldom, torch.finfo(shared.dtype).min).argmax(-1, keepdim=True)
+    passed = referral_odds(shared, seldom).gather(-1, likeliest) > referral.to(shared.dtype)[likeliest]
+    return torch.where(passed, shared.exp(), probabilities)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedbicross.bundle import validate
-from fedbicross.engine.combine import NEVER, log_prior
+from fedbicross.engine.combine import NEVER, NOT_REFERRED, log_prior
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
 from fedbicross.errors import MethodError
@@ -74,10 +74,10 @@ def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | N
     """What was decided and by what, for the report."""
     if not choice.images:
         ctx.record.warn(f"{client.label}: no validation images to try the shared model on; its own model stays")
-    columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred", "from odds"]
-    classes = [] if referred is None else [name for name, mark in zip(ctx.task.classes, referred, strict=False) if mark]
-    odds = "" if referred is None else round(float(referred[-1]), 3)
-    row = [choice.images, choice.won, choice.lost, choice.share, ", ".join(classes) or "none", odds]
+    columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred, from odds"]
+    odds = [] if referred is None else referred.tolist()
+    classes = [f"{ctx.task.classes[c]} {value:.1f}" for c, value in enumerate(odds) if value < NOT_REFERRED]
+    row = [choice.images, choice.won, choice.lost, choice.share, ", ".join(classes) or "none"]
     ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
 
 

@@ -151,8 +151,7 @@ def distil(
 ) -> Student:
     """A student after ``total`` steps of SGD on τ² KL(teacher ‖ student), from these weights or from fresh ones."""
     student, curves = new_student(ctx, 0, total, start), Curves(total)
-    shown = {"turns": turns, "zoom": zoom, "cutmix": cutmix, "reuse": reuse}
-    pages = _Pages(pool, teacher, ctx, total=total, batch=batch, **shown)
+    pages = _Pages(pool, teacher, ctx, total=total, batch=batch, turns=turns, zoom=zoom, cutmix=cutmix, reuse=reuse)
 
     def learn(images: Tensor, soft: Tensor, lr: Tensor) -> list[Tensor]:
         loss, gradients = student.gradient(images, lambda logits: soft_kd_loss(logits, soft, teacher.temperature))

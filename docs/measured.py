@@ -241,44 +241,76 @@ def stages(run: str, page: Path, root: Path) -> str:
 
 
 def primum_cells(_: str, page: Path, root: Path) -> str:
-    """Cells of `python -m benchmarks.primum`: training alone, the teacher, the student, and the gate where it ran."""
-    columns = {
-        "local_only": ("matched", "global"),
-        "local_only:both": ("matched",),
-        "ensemble:consensus": ("global",),
-        "primum:student": ("global", "matched"),
-        "primum": ("matched", "global"),
-    }
-    header = [f"{method}, {protocol} %" for method, protocols in columns.items() for protocol in protocols]
-    rows = []
-    for file in sorted((root / "results" / "primum").glob("*-*-*-*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        accuracy = {row["method"]: row["accuracy"] for row in found["rows"]}
-        shown = [
-            f"{100 * accuracy[method][protocol]:.1f}" if method in accuracy else ""
-            for method, protocols in columns.items()
-            for protocol in protocols
-        ]
+    """Cells of `python -m benchmarks.primum`, with the gate by `python -m benchmarks.gates`; means over seeds below."""
+    folder = root / "results" / "primum"
+    gates = {entry["cell"]: entry for entry in json.loads((folder / "gates.json").read_text(encoding="utf-8"))["cells"]}
+    columns = (
+        ("the better alone", "matched"),
+        ("the better alone", "global"),
+        ("ensemble:consensus", "global"),
+        ("primum:student", "global"),
+        ("primum", "matched"),
+        ("primum", "global"),
+        ("primum", "label_set"),
+    )
+    rows: list[Row] = []
+    means: dict[str, list[list[float]]] = {}
+    for file in sorted(folder.glob("*-*-*-*.json")):
+        found, gate = json.loads(file.read_text(encoding="utf-8")), gates[file.stem]
+        accuracy = {row["method"]: row["accuracy"] for row in found["rows"]} | gate["accuracy"]
+        accuracy["the better alone"] = accuracy[gate["alone"]]
+        shown = [100 * accuracy[method][protocol] for method, protocol in columns]
         data, partition, clients, seed = file.stem.split("-")
-        student = next(row for row in found["rows"] if row["method"] == "primum:student")
+        means.setdefault(f"{data}, {partition}, N = {clients}", []).append(shown)
+        lower = [client for client in gate["clients"] if client["lost"] > client["won"]]
+        harmed = [client for client in lower if client["interval"][1] < 0]
         name = f"[{data}, {partition}]({link(file, page)})"
-        rows.append((name, clients, seed, *shown, f"{student['seconds_by_stage']['fuse']:.0f}"))
+        rows.append((name, clients, seed, *(f"{v:.1f}" for v in shown), f"{len(lower)} / {len(harmed)}"))
+    titles = ("data, α", "N", "seed", *(f"{m}, {p.replace('_', '-')} %" for m, p in columns), "lower / harmed")
+    mean = [(name, len(v), *(f"{np.mean(one):.1f}" for one in zip(*v, strict=True))) for name, v in means.items()]
+    short = ("mean of", "seeds", *titles[3:-1])
     versions = found["versions"]
-    titles = ("data, Dirichlet alpha", "N", "seed", *header, "uploads to replies, s")
-    made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; an empty cell was not measured."
-    return f"{table(titles, rows, 'l' + 'r' * (len(titles) - 1))}\n\n{made}"
+    made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; the last column counts clients."
+    first = table(titles, rows, "l" + "r" * (len(titles) - 1))
+    return f"{first}\n\n{table(short, mean, 'l' + 'r' * (len(short) - 1))}\n\n{made}"
+
+
+def primum_margins(_: str, page: Path, root: Path) -> str:
+    """What the margin of a referral was chosen by."""
+    file = root / "results" / "primum" / "gates.json"
+    found = json.loads(file.read_text(encoding="utf-8"))["margins"]
+    rows = [
+        (
+            f"{row['margin']:.1f}",
+            row["partition"].replace("-", ", "),
+            row["clients"],
+            f"{row['lost_per_thousand']:.2f}",
+            f"{100 * row['alone_everywhere']:.1f}",
+            f"{100 * row['primum_everywhere']:.1f}",
+        )
+        for row in found
+    ]
+    titles = ("margin", "data, α", "clients", "own answers lost, ‰", "alone, everywhere %", "with referral, everywhere %")
+    return f"{table(titles, rows, 'rlrrrr')}\n\nFrom [`gates.json`]({link(file, page)})."
 
 
 def primum_development(_: str, page: Path, root: Path) -> str:
     """What primum's settings were chosen by."""
-    del page
-    found = json.loads((root / "results" / "primum" / "development.json").read_text(encoding="utf-8"))
-    keys = ("seed", "alpha_bn", "temperature", "batches_per_client", "steps", "steps_distil", "teacher", "accuracy")
-    rows = [[{**found["common"], **entry}[key] for key in keys] for entry in found["students"]]
-    titles = ("seed", "α_BN", "τ", "batches a client", "T", "student's steps", "teacher %", "student %")
-    weights = ", ".join(f"{entry['contrast']} and {entry['counts']}" for entry in found["teacher_weights"])
-    words = f"The teacher itself with weights by contrast and by counts, seeds 0 to 2: {weights}."
-    return f"{table(titles, rows, 'r' * len(titles))}\n\nBlood, {found['partition']}, N = {found['clients']}. {words}"
+    file = root / "results" / "primum" / "development.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    teacher = [(entry["seed"], *(entry[by] for by in ("counts", "contrast", "root"))) for entry in found["teacher_weights"]]
+    keys = ("start", "zoom", "cutmix", "lr", "steps_distil")
+    variants = [
+        (*(entry[key] for key in keys), *entry["accuracy"], f"{np.mean(entry['accuracy']):.1f}")
+        for entry in found["variants"]
+    ]
+    first = table(("seed", "teacher by counts %", "by contrast %", "by its root %"), teacher, "rrrr")
+    titles = ("start", "zoom", "cutmix", "rate", "steps", *(f"seed {seed} %" for seed in range(3)), "mean %")
+    second = table(titles, variants, "l" + "r" * (len(titles) - 1))
+    earlier = [(e["seed"], e["alpha_bn"], e["temperature"], e["accuracy"]) for e in found["students"] if e["seed"]]
+    third = table(("seed", "α_BN", "τ", "student %"), earlier, "rrrr")
+    words = f"Blood, {found['partition']}, N = {found['clients']}, official validation images."
+    return f"{first}\n\n{second}\n\n{third}\n\n{words} From [`development.json`]({link(file, page)})."
 
 
 def threads(_: str, page: Path, root: Path) -> str:

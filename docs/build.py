@@ -19,7 +19,7 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)",
 
 def pages() -> list[Path]:
     """Every Markdown file that may hold blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fill(text: str, page: Path) -> str:

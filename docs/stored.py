@@ -19,7 +19,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
     ),
     "benchmarks/at-once.json": ("trainings at once and in turn", "`python -m benchmarks.at_once`"),
     "benchmarks/cpu.json": ("speed of a processor", "`make bench`"),
-    "benchmarks/gpu.json": ("speed, growth and memory on a GPU", "`python -m benchmarks.gpu --data-dir DIR`"),
+    "benchmarks/gpu.json": (
+        "speed, growth and memory on a GPU",
+        "`python -m benchmarks.gpu --data-dir DIR`; `--parts training` in a call of its own, with nothing compiled yet",
+    ),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (

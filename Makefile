@@ -43,6 +43,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.build
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . site
 
 clean:
 	rm -rf $(VENV) site

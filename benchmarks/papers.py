@@ -1,10 +1,10 @@
-"""Runs of the papers' settings on a GPU: `python -m benchmarks.papers CONFIG.toml ... --out DIR`.
+"""Runs of the papers' settings on a GPU: `python -m benchmarks.papers CONFIG.toml [--case NAME ...] --out DIR`.
 
-Each file is a run of `fedbicross run`, kept under --models so that a call which was stopped goes on at the next one,
-and so that runs share client models and features. Results are stored without weights, and beside them NAME.csv: when
-which stage had made how many steps, from which the time of a longer run can be told. `--as-recommended` makes a
-second run of each file, named FILE-repeated, in which every FedBiCross row has the number of trajectories that the
-diagnosis of the first recommends.
+Each case of the file, or each that is named, is a run of `fedbicross run`. It is kept under --models so that a call
+which was stopped goes on at the next one, and so that runs share client models and features. Results are stored without
+weights, and beside them NAME.csv: when which stage had made how many steps, from which the time of a longer run can be
+told. `--as-recommended` makes a second run of each, named NAME-repeated, in which every FedBiCross row has the number
+of trajectories that the diagnosis of the first recommends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from fedbicross.atomic import write_atomic
 from fedbicross.report.tables import markdown
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, as_toml, load_config
+from fedbicross.runs.config import RunConfig, as_toml, cases, load_config
 from fedbicross.runs.progress import SECONDS_BETWEEN_LINES, PlainProgress
 
 
@@ -93,18 +93,20 @@ def recommended(config: RunConfig, results: dict[str, Any]) -> RunConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("files", nargs="+", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--case", dest="cases", action="append", help="default: all of the file")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", type=Path, default=Path(".gpu-models"))
+    parser.add_argument("--models", type=Path, default=Path("runs/papers"))
     parser.add_argument("--set", dest="assignments", action="append", default=[])
     parser.add_argument("--as-recommended", action="store_true")
     given = parser.parse_args()
-    for file in given.files:
-        config = load_config(file, assignments=given.assignments)
-        results = run(file.stem, config, given.models.resolve(), given.out)
+    for case in given.cases or cases(given.file) or [None]:  # a file without cases is one run
+        config = load_config(given.file, assignments=given.assignments, case=case)
+        name = case or given.file.stem
+        results = run(name, config, given.models.resolve(), given.out)
         if given.as_recommended:
-            run(f"{file.stem}-repeated", recommended(config, results), given.models.resolve(), given.out)
+            run(f"{name}-repeated", recommended(config, results), given.models.resolve(), given.out)
 
 
 if __name__ == "__main__":

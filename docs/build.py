@@ -1,4 +1,4 @@
-"""``make docs``: fill the generated blocks of README.md and docs/, draw the pictures, and render the site.
+"""The first half of ``make docs``: fill the generated blocks of the pages and draw the pictures; Sphinx does the rest.
 
 A block starts with ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; what stands between is replaced by
 what ``docs.blocks`` makes of NAME. ``--check`` writes nothing and exits with 1 if a block or picture is stale.
@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from docs import blocks, pictures, site
+from docs import blocks, pictures
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -19,7 +19,8 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)",
 
 def pages() -> list[Path]:
     """Every Markdown file that may hold blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    readmes = [ROOT / f"{folder}README.md" for folder in ("", "configs/", "results/")]
+    return [*readmes, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fill(text: str, page: Path) -> str:
@@ -37,7 +38,6 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything is stale")
-    parser.add_argument("--site", type=Path, default=ROOT / "site", help="where the HTML pages go")
     arguments = parser.parse_args()
     wanted = planned()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
@@ -49,7 +49,6 @@ def main() -> int:
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
-    print(site.render(ROOT, arguments.site))
     return 0
 
 

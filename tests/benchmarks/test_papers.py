@@ -49,6 +49,20 @@ def test_a_run_is_stored_without_weights_and_without_the_place_of_its_data(
     assert json.loads((tmp_path / "out/small.json").read_text())["rows_sha256"] == results["rows_sha256"]
 
 
+def test_every_case_of_a_file_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    monkeypatch.setattr(papers, "run", lambda name, config, models, out: made.append((name, config.clients)))
+    file = tmp_path / "several.toml"
+    cases = "[case.a]\n[case.b]\nclients = 3\n[case.c]\nclients = 4\n"
+    file.write_text(CONFIG.format(folder=tmp_path.as_posix()) + cases)
+    monkeypatch.setattr("sys.argv", ["papers", str(file), "--out", str(tmp_path)])
+    papers.main()
+    assert made == [("a", 2), ("b", 3), ("c", 4)]
+    monkeypatch.setattr("sys.argv", ["papers", str(file), "--out", str(tmp_path), "--case", "c"])
+    papers.main()
+    assert made[3:] == [("c", 4)]
+
+
 def test_progress_is_kept_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(PlainProgress, "say", lambda self, message: said.append(message))

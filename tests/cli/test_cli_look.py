@@ -97,6 +97,15 @@ def test_validate_prints_the_whole_configuration(tmp_path: Path) -> None:
     assert set(snapshot(tmp_path)) - set(before) == {"tiny.toml", "resolved.toml"}
 
 
+def test_validate_and_run_take_a_case_of_a_file(tmp_path: Path) -> None:
+    config = config_file(tmp_path, CONFIG + "[case.crowd]\nclients = 9\n[case.pair]\nclients = 2\n")
+    assert call("validate", config, "--case", "crowd", "--json").json()["clients"] == 9
+    for verb in ("validate", "run"):
+        outcome = call(verb, config)
+        assert outcome.code == 2 and "choose one with --case: crowd, pair" in outcome.err
+        assert "did you mean 'pair'" in call(verb, config, "--case", "pear").err
+
+
 def test_validate_says_who_has_which_architecture_and_who_cannot_work_with_that(tmp_path: Path) -> None:
     text = 'client_models = ["vgg8_bn", "resnet8"]\n' + CONFIG
     outcome = call("validate", config_file(tmp_path, text))

@@ -6,10 +6,12 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / f"{folder}README.md" for folder in ("", "configs/", "results/")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 RESULTS = sorted((ROOT / "results").glob("*/results.json"))
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s(`\"'=:])(/[a-z]+/[\w./-]+)", re.MULTILINE | re.IGNORECASE)
@@ -166,12 +169,34 @@ def draw_photos(folder: Path) -> None:
     (folder / "images.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def test_the_site_holds_together(tmp_path: Path) -> None:
-    code = f"from docs import build, site; from pathlib import Path; site.render(build.ROOT, Path({str(tmp_path)!r}))"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) >= len(PAGES)
-    for page in pages:
-        for link in re.findall(r'(?:href|src)="([^"]+)"', page.read_text(encoding="utf-8")):
-            if not link.startswith(("http", "mailto:", "#")):
-                assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+def build_site(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(out)]
+    return subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_holds_together(tmp_path: Path) -> None:
+    done = build_site(ROOT, tmp_path)  # a link that Sphinx cannot follow is a warning, and -W makes it an error
+    assert done.returncode == 0, done.stderr
+    for source in [*PAGES[1:], ROOT / "CONTRIBUTING.md"]:
+        assert (tmp_path / source.relative_to(ROOT).with_suffix(".html")).is_file(), source
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="https?:', text), "needs the network"
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if not link.startswith(("http", "mailto:", "#", "data:")):
+                assert (page.parent / unquote(re.split("[?#]", link)[0])).exists(), f"{page.name}: {link}"
+    interface = (tmp_path / "docs/api.html").read_text(encoding="utf-8")
+    for name in ("run", "methods.base.Method.fuse", "simulate"):
+        assert f'id="fedbicross.{name}"' in interface, name
+
+
+@pytest.mark.slow
+def test_a_link_that_leads_nowhere_breaks_the_site(tmp_path: Path) -> None:
+    for name in ("docs/conf.py", "docs/_site/index.html", "docs/_static/tables.css"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "docs/index.md").write_text("# Start\n\n[gone](gone.md) [no heading](index.md#gone)\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "not found: 'gone.md'" in done.stderr and "local id not found in doc 'docs/index': 'gone'" in done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedbicross.errors import ConfigError
-from fedbicross.runs.config import RunConfig, as_toml, load_config, merge, parse_assignment
+from fedbicross.runs.config import RunConfig, as_toml, cases, load_config, merge, parse_assignment
 from fedbicross.settings import parse
 
 
@@ -146,3 +146,66 @@ def test_a_method_on_balanced_networks_has_to_beat_training_them_alone(method: s
 def test_no_other_method_brings_it_along() -> None:
     flags = {"methods": ["fedavg", "ensemble:class_weighted", "primum:cross_entropy"]}
     assert "local_only:balanced" not in load_config(flags=flags).all_methods()
+
+
+CASES = """
+clients = 3
+methods = ["fedavg", "ensemble"]
+baselines = ["majority"]
+
+[method.fedavg]
+weighting = "uniform"
+
+[case.two]
+clients = 2
+partition.alpha = 0.5
+
+[case.alone]
+methods = ["local_only"]
+"""
+
+
+def test_a_case_stands_over_the_rest_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "several.toml"
+    file.write_text(CASES)
+    assert cases(file) == ["two", "alone"]
+    two, alone = (load_config(file, case=name) for name in cases(file))
+    assert (two.name, two.clients, two.partition.alpha, two.methods) == ("two", 2, 0.5, ["fedavg", "ensemble"])
+    assert two.method == {"fedavg": {"weighting": "uniform"}}
+    assert (alone.name, alone.clients, alone.methods) == ("alone", 3, ["local_only"])
+    assert alone.method == {}, "the file's settings of methods that this case does not run"
+    over = load_config(file, {"name": "mine"}, ["clients=4", "partition.alpha=2.0"], case="two")
+    assert (over.name, over.clients, over.partition.alpha) == ("mine", 4, 2.0), "flags and --set win over a case"
+
+
+@pytest.mark.parametrize(
+    ("text", "case", "code", "words"),
+    [
+        (CASES, None, "choose_case", "choose one with --case: two, alone"),
+        (CASES, "tow", "unknown_case", "did you mean 'two'"),
+        ("clients = 2", "two", "unknown_case", "no case 'two' in the file"),
+        ("case = 3", "two", "bad_case", "[case.NAME]"),
+        ("case = 3", None, "bad_case", "[case.NAME]"),
+        ("[case]\ntwo = 2", "two", "bad_case", "[case.NAME]"),
+        ("[case.two]\nclinets = 2", "two", "unknown_key", "did you mean 'clients'"),
+        (CASES.replace("[method.fedavg]", "[method.fedavgg]"), "alone", "unknown_method", "did you mean 'fedavg'"),
+        (CASES + "method.dense.epochs = 2", "alone", "unused_method", "does not run"),
+    ],
+)
+def test_mistakes_about_cases(tmp_path: Path, text: str, case: str | None, code: str, words: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.toml", case=case)
+    assert caught.value.code == code and words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no case"):
+        load_config(case="two")
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_configuration_of_the_repository_can_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbicross.runs.config._exists", lambda path: True)  # chest X-rays are not part of it
+    for name in cases(file) or [None]:
+        assert load_config(file, case=name).name == (name or file.stem)

@@ -22,6 +22,7 @@ class Engine(StrEnum):
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="a TOML file; flags and --set override it")] = None,
+    case: Annotated[str | None, typer.Option(help="which [case.NAME] of a file that describes several runs")] = None,
     data: Annotated[str | None, typer.Option(help="data set name, or a folder, CSV manifest or .npz file")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="where .npz files lie")] = None,
     model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
@@ -61,7 +62,7 @@ def run(
         "training": {"epochs": epochs},
         "name": None if out is None else out.name,
     }
-    loaded = runs.config.load_config(config, _given(flags), assign or [], quick)
+    loaded = runs.config.load_config(config, _given(flags), assign or [], quick, case)
     if out is None and not _is_folder_name(loaded.name):
         raise ConfigError("name", f"name: {loaded.name!r} is no name for a folder in runs/; change it or give --out")
     if quick:

@@ -13,12 +13,13 @@ from fedbicross.cli.show import print_json
 
 def validate(
     config: Annotated[Path, typer.Argument(help="a TOML file")],
+    case: Annotated[str | None, typer.Option(help="which [case.NAME] of a file that describes several runs")] = None,
     assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="check with the quick settings")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the resolved configuration as JSON")] = False,
 ) -> None:
     """Check a configuration and print it fully resolved."""
-    loaded = runs.config.load_config(config, None, assign or [], quick)
+    loaded = runs.config.load_config(config, None, assign or [], quick, case)
     if json:
         print_json(loaded.model_dump())
         return

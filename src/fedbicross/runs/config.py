@@ -1,4 +1,4 @@
-"""The configuration of a run: defaults < TOML file < ``--quick`` < flags < ``--set``. Torch-free."""
+"""The configuration of a run: defaults < TOML file < its case < ``--quick`` < flags < ``--set``. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from fedbicross.methods import create
 from fedbicross.methods.base import Method, mixed_models_problem
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
-__all__ = ["QUICK", "RunConfig", "as_toml", "check", "load_config", "merge", "parse_assignment", "read_toml"]
+__all__ = [
+    "QUICK",
+    "RunConfig",
+    "as_toml",
+    "cases",
+    "check",
+    "load_config",
+    "merge",
+    "parse_assignment",
+    "read_toml",
+    "resolve",
+]
 
 QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
     "model": "resnet8",
@@ -130,19 +141,64 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
     quick: bool = False,
+    case: str | None = None,
 ) -> RunConfig:
     """Resolve and check a configuration; any mistake is a one-line ``ConfigError``."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = merge(values, read_toml(file))
+    config = resolve(file, flags, assignments, quick, case)
+    check(config)
+    return config
+
+
+def resolve(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+    quick: bool = False,
+    case: str | None = None,
+) -> RunConfig:
+    """Resolve a configuration without asking whether it can run here.
+
+    A file may describe several runs: each ``[case.NAME]`` holds what its run has over the rest of the file.
+    """
+    values: dict[str, Any] = {} if file is None else read_toml(file)
+    tables, common = _cases(values), values.get("method", {})
+    values = {key: value for key, value in values.items() if key != "case"}
+    if case is not None:
+        if case not in tables:
+            raise ConfigError("unknown_case", f"no case {case!r} in the file{nearest(case, tables) if tables else ''}")
+        values = merge(values, {"name": case, **tables[case]})
+    elif tables:
+        raise ConfigError("choose_case", f"{file} describes several runs; choose one with --case: {', '.join(tables)}")
     if quick:
         values = merge(values, {**QUICK, "quick": True})
     values = merge(values, flags or {})
     for text in assignments:
         values = merge(values, parse_assignment(text))
     config = parse(RunConfig, values)
-    check(config)
+    if case is not None:
+        for spec in common:  # a case need not run every method that the file has settings for, but a name must be one
+            create(spec)
+        known = _settable(config)
+        kept = {spec: own for spec, own in config.method.items() if spec in known or spec not in common}
+        config = config.model_copy(update={"method": kept})
     return config
+
+
+def cases(file: Path) -> list[str]:
+    """The names of the runs that a file describes by ``[case.NAME]``; none if it is one run."""
+    return list(_cases(read_toml(file)))
+
+
+def _cases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tables = values.get("case", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError("bad_case", "case: expected a table a run, [case.NAME]")
+    return tables
+
+
+def _settable(config: RunConfig) -> set[str]:
+    """The names under which the methods of a run take settings."""
+    return {spec.partition(":")[0] for spec in config.all_methods()} | set(config.all_methods())
 
 
 def check(config: RunConfig) -> None:
@@ -175,7 +231,7 @@ def check(config: RunConfig) -> None:
         problem = mixed_models_problem(method, config.architectures(), config.model, spec)
         if problem:
             raise ConfigError("mixed_models", f"{problem}; leave out {spec}, or client_models")
-    known = {spec.partition(":")[0] for spec in config.all_methods()} | set(config.all_methods())
+    known = _settable(config)
     for spec in config.method:
         if spec not in known:
             raise ConfigError(

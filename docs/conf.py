@@ -1,0 +1,50 @@
+"""Sphinx's settings: ``make docs`` builds ``site/``.
+
+The source folder is the repository, not ``docs/``, so that a link from a page to CONTRIBUTING.md, an example or a
+stored result leads somewhere on the site as well as in the repository.
+"""
+
+from __future__ import annotations
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+import fedbicross
+
+project = "fedbicross"
+author = "The fedbicross authors"
+release = fedbicross.__version__
+language = "en"
+
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "C*.md", "SECURITY.md", "configs/README.md", "results/README.md"]
+exclude_patterns = [".venv", "data", "runs", "site"]  # large folders that need not be searched for pages
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4  # GitHub's own
+
+autodoc_member_order = "bysource"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}  # else it is written out in five lines
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"fedbicross {release}"
+html_extra_path = ["_site"]  # the way from the top to docs/index.html
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_show_copyright = False
+html_copy_source = False
+html_math_renderer = "mathml"
+
+
+def mathml(translator: nodes.NodeVisitor, node: nodes.math | nodes.math_block) -> None:
+    """Mathematics as MathML, which browsers know: MathJax would be fetched from another machine."""
+    block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))

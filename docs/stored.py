@@ -1,0 +1,130 @@
+"""Blocks of configs/README.md and results/README.md: which run is described where, and what made each stored file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from docs.parts import Row, link, table
+
+SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ and no cell of benchmarks.primum
+    "demo/results.json": ("the demo", "`fedbicross demo`, then `python -m docs.store runs/demo`"),
+    "benchmarks/accuracy.json": (
+        "methods on the plain and the fast path",
+        "`python -m benchmarks.accuracy --set data.dir=DIR`",
+    ),
+    "benchmarks/at-once.json": ("trainings at once and in turn", "`python -m benchmarks.at_once`"),
+    "benchmarks/cpu.json": ("speed of a processor", "`make bench`"),
+    "benchmarks/gpu.json": (
+        "speed, growth and memory on a GPU",
+        "`python -m benchmarks.gpu --data-dir DIR`; `--parts training` in a call of its own, with nothing compiled yet",
+    ),
+    "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
+    "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
+    "benchmarks/threads.json": (
+        "FedISCA with one thread and two",
+        "no command is kept; its configuration is in the file",
+    ),
+    "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
+    "primum/development.json": (
+        "what primum's settings were chosen by",
+        "no command is kept; its settings are in the file",
+    ),
+}
+ALSO = {"blood-orders-as-drawn": ("blood-orders", ["method.falcon.calibrate=false"])}  # a case with another setting
+CELL = re.compile(r"primum/(\w+)-(iid|[\d.]+)-(\d+)-(\d+)\.json")
+WHERE = frozenset({"name", "data.dir", "device", "threads"})  # where a run was made, not what
+
+
+def configs(_: str, page: Path, root: Path) -> str:
+    """Every run that the files in configs/ describe."""
+    rows: list[Row] = []
+    for name, (file, config) in _described(root).items():
+        found = next((root / "results" / name).glob("*.json"), None)
+        stored = f"[yes]({link(found, page)})" if found else "no"
+        rows.append((f"[`{file.name}`]({link(file, page)})", f"`{name}`", _what(config.model_dump()), stored))
+    return table(("file", "run", "what", "result stored"), rows)
+
+
+def results(_: str, page: Path, root: Path) -> str:
+    """Every stored file: what it is, the command that made it, and where."""
+    rows: list[Row] = []
+    described = _described(root)
+    for file in sorted((root / "results").rglob("*.*")):
+        if file.suffix not in (".json", ".csv"):
+            continue
+        name = file.relative_to(root / "results").as_posix()
+        found = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else {}
+        what, command = SPECIAL.get(name) or _run(name, found, described, root)
+        rows.append((f"[{name}]({link(file, page)})", what, command, _machine(found)))
+    return table(("file", "what", "made by", "on"), rows)
+
+
+def _described(root: Path) -> dict[str, tuple[Path, Any]]:
+    """Every run of configs/ by name: its file, and its configuration."""
+    from fedbicross.runs.config import cases, resolve
+
+    out: dict[str, tuple[Path, Any]] = {}
+    for file in sorted((root / "configs").glob("*.toml")):
+        out |= {name: (file, resolve(file, case=name)) for name in cases(file)}
+        if not cases(file):
+            out[file.stem] = (file, resolve(file))
+    return out
+
+
+def _what(config: Mapping[str, Any]) -> str:
+    partition = config["partition"]
+    skew = f", α = {partition['alpha']}" if partition["kind"] == "dirichlet" else ""
+    data = Path(config["data"]["name"]).name
+    return f"{data}, {config['clients']} clients, {partition['kind']}{skew}: {', '.join(config['methods'])}"
+
+
+def _run(name: str, found: Mapping[str, Any], described: Mapping[str, tuple[Path, Any]], root: Path) -> tuple[str, str]:
+    """What a stored file of a run is, and the command that made it."""
+    run, _, kind = name.partition("/")
+    if kind == "progress.csv":
+        return "which step was done when", "written along with `results.json` beside it"
+    if cell := CELL.fullmatch(name):
+        what, note = _what(found["config"]), found.get("note")
+        command = f"`python -m benchmarks.primum {'/'.join(cell.groups())} --data-dir DIR`"
+        return f"{what}. {note}" if note else what, command
+    case, settings = ALSO.get(run, (run, []))
+    file, config = described[case]  # an unknown name is an error: nothing is stored without saying how it was made
+    if kind == "results.json":
+        settings = list(_differences(found["config"], config.model_dump()))
+    words = ["python -m benchmarks.papers", file.relative_to(root).as_posix(), "--case", case, "--out DIR"]
+    command = f"`{' '.join([*words, *(f'--set {shlex.quote(setting)}' for setting in settings)])}`"
+    if kind == "results.json":
+        return _what(found["config"]), command
+    audit = f"`fedbicross audit runs/papers/{case} --epochs {found['settings']['epochs']}`"
+    return f"audit of {_what(config.model_dump())}", f"{command}, then {audit}"
+
+
+def _differences(stored: Mapping[str, Any], described: Mapping[str, Any]) -> Iterator[str]:
+    """What was set on the command line; a setting that is newer than the stored run is none."""
+    old, new = _flat(stored), _flat(described)
+    for key in sorted(set(old) - WHERE):
+        known = key in new or key.startswith("method.")
+        if known and old[key] != new.get(key):
+            yield f"{key}={old[key] if isinstance(old[key], str) else json.dumps(old[key])}"
+    if missing := [key for key in new if key.startswith("method.") and key not in old]:
+        raise ValueError(f"{stored['name']}: stored without {', '.join(missing)}")
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return out
+
+
+def _machine(found: Mapping[str, Any]) -> str:
+    versions = found.get("versions")
+    if not versions:
+        return ""
+    python = f", Python {versions['python']}" if "python" in versions else ""
+    return f"{versions['device']}, torch {versions['torch']}{python}"

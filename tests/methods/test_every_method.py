@@ -105,7 +105,9 @@ NEED_ONE = {spec for spec in method_names() if create(spec, TINY_METHODS).mixed_
 
 @pytest.mark.parametrize("spec", method_names())
 def test_it_says_whether_clients_may_have_different_architectures(spec: str) -> None:
-    assert "does not say" not in (create(spec, TINY_METHODS).mixed_models_error or ""), "that is what the base class says"
+    assert "does not say" not in (create(spec, TINY_METHODS).mixed_models_error or ""), (
+        "that is what the base class says"
+    )
 
 
 @pytest.mark.parametrize("spec", sorted(NEED_ONE))

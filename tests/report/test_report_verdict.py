@@ -274,3 +274,21 @@ def test_nothing_learned_is_an_outcome():
     assert (found.kind, found.badge) == ("bad", "Nothing learned") and "train longer" in found.headline
     found = verdict(floor, row("local_only", 0.6, role="baseline", **at_floor), now("a", 0.6, overall=0.4))
     assert found.kind == "good", "patients from elsewhere are served better than by the most frequent class"
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "kind"),
+    [(4, 4, "good"), (4, 2, "good"), (20, 2, "bad")],  # of 1,000 images: a few flips are chance, eighteen are not
+)
+def test_a_loss_at_home_within_chance_is_level(lost, won, kind):
+    pairs = [{"harmed": False, "against_alone": {"lost": lost, "won": won, "images": 1000}}]
+    found = verdict(local(), {**now("p", 0.9 + (won - lost - 0.6) / 1000, overall=0.6), "clients": pairs})
+    assert found.kind == kind and ("costs nobody anything at home" in found.headline) == (kind == "good")
+
+
+def test_a_gain_at_home_within_chance_is_level_too():
+    pairs = [{"harmed": False, "against_alone": {"lost": 2, "won": 5, "images": 1000}}]
+    found = verdict(local(), {**now("p", 0.903), "clients": pairs})
+    assert found.badge == "No gain" and "level with training alone" in found.headline
+    pairs[0]["against_alone"]["images"] = 3  # more flips than images: a file that makes no sense is not a comparison
+    assert verdict(local(), {**now("p", 0.903), "clients": pairs}).badge == "Worth it"

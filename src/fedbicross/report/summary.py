@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedbicross.evaluate.metrics import paired_interval
 from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.report.text import PROTOCOLS, Stat, clean, get, number, sequence, stat
 
@@ -34,6 +35,7 @@ class Summary:
     judged: int  # client-seed pairs behind ``lower``
     gains: tuple[float | None, ...]  # matched accuracy minus that of training alone on the same seed, one per row
     gain: Stat
+    interval: tuple[float, float] | None  # paired, of the gain on the own images of all clients and seeds together
     gain_elsewhere: dict[str, Stat]  # the same under the protocols for patients unlike the hospital's own
     upload: Stat
     reply: Stat
@@ -61,13 +63,15 @@ class Summary:
 
     @property
     def loses(self) -> bool:
-        """Whether training alone is better under the matched protocol, by at least what the page can show."""
-        return self.gain.mean is not None and self.gain.mean <= -LEVEL
+        """Whether training alone is better under the matched protocol: by what the page can show, and beyond chance."""
+        beyond = self.interval is None or self.interval[1] < 0
+        return self.gain.mean is not None and self.gain.mean <= -LEVEL and beyond
 
     @property
     def beats(self) -> bool:
-        """Whether it is better than training alone under the matched protocol, by at least what the page can show."""
-        return self.gain.mean is not None and self.gain.mean >= LEVEL
+        """Whether it is better than training alone under the matched protocol, likewise."""
+        beyond = self.interval is None or self.interval[0] > 0
+        return self.gain.mean is not None and self.gain.mean >= LEVEL and beyond
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,21 @@ def _summary(method: str, rows: list[Row], bars: Mapping[str, Row]) -> Summary:
         judged=sum(judged_clients(row) for row in judged),
         gains=gains["matched"],
         gain=stat(gains["matched"]),
+        interval=_interval(rows),
         gain_elsewhere={protocol: stat(gains[protocol]) for protocol in ("global", "label_set")},
         upload=stat(per_client(row, "upload_bytes") for row in rows),
         reply=stat(per_client(row, "reply_bytes") for row in rows),
         seconds=stat(row.get("seconds") for row in rows),
     )
+
+
+def _interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Of the difference to training alone on all clients' own images together; None where these were not compared."""
+    pairs = [client.get("against_alone") for row in rows for client in clients_of(row)]
+    lost, won, images = (
+        int(sum(number(get(pair, key)) or 0 for pair in pairs if pair)) for key in ("lost", "won", "images")
+    )
+    return paired_interval(lost, won, images) if min(lost, won) >= 0 and lost + won <= images else None
 
 
 def _gain(row: Row, bars: Mapping[str, Row], protocol: str) -> float | None:

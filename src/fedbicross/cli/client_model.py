@@ -1,4 +1,4 @@
-"""The second half of `fedbicross client`: from the server's reply to a model in use."""
+"""`fedbicross client` once the reply is there: make the final model, predict with it, evaluate it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs of `federation`, `client` and `server` share: options, places, keys and tables."""
+"""What the verbs of `federation`, `client` and `server` share: options, folders, keys and tables."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def site_name(federation: FederationFile, work: Path, name: str | None) -> str:
 
 
 def verdict(error: FedBiCrossError | None) -> str:
-    """A file's fate in a table."""
+    """Accepted or refused, for a table."""
     return "ok" if error is None else f"refused, {error.code}: {error.args[0]}"
 
 

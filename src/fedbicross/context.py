@@ -250,9 +250,7 @@ class Context:
         from fedbicross.bundle import pack
 
         self.store.save(self._stage(name), pack("stage", tensors, info))
-        if (
-            self.stopwatch.at_work is not None
-        ):  # a resumed run does not spend this time again, so it is recorded with the checkpoint
+        if self.stopwatch.at_work is not None:  # a resumed run does not spend this time again
             verb, what = self.stopwatch.at_work
             self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.stopwatch.lap())
 

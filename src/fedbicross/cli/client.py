@@ -1,4 +1,4 @@
-"""`fedbicross client`: what a hospital does. Keys, training, and a look at what leaves; the reply and its model: client_model."""
+"""`fedbicross client`: what a hospital does. Keys, training, and a look at what leaves; then see client_model."""
 
 from __future__ import annotations
 

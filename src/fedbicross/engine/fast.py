@@ -2,9 +2,9 @@
 
 A step of synthesis over five clients is thousands of small kernels; launching them one by one takes longer than the
 arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch, ``run_on_streams``
-lets clients share the GPU, and ``Prefetched`` makes the next batch while a student learns from the last one. The plain path
-gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is off. On a
-CPU all four do the plain thing, so that tests can walk the same code without a GPU.
+lets clients share the GPU, and ``Prefetched`` makes the next batch while a student learns from the last one. The
+plain path gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is
+off. On a CPU all four do the plain thing, so that tests can walk the same code without a GPU.
 """
 
 from __future__ import annotations

@@ -63,9 +63,7 @@ class Workers:
         self.count, self.device, self.precision, self.say = count, device, precision, say
         self.actors: list[Any] = []
         self._ours, self._sent = False, 0
-        self._shared: dict[
-            int, tuple[Portable, Any]
-        ] = {}  # by id(); the object is kept with it so that the id stays valid
+        self._shared: dict[int, tuple[Portable, Any]] = {}  # by id(), valid while the object is kept
 
     def __enter__(self) -> Workers:
         return self

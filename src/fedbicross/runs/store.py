@@ -117,7 +117,7 @@ class RunFolder:
             os.close(lock)
 
     def clean(self) -> None:
-        """Clean up what a kill may have left: temporary files, content without a name, and a cut last line of the log."""
+        """Clean up what a kill may have left: temporary files, content without a name, a cut last line of the log."""
         log = self.path / "events.jsonl"
         try:
             if log.exists() and not log.read_bytes().endswith(b"\n"):

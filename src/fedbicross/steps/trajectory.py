@@ -156,7 +156,7 @@ class Trajectory:
         tensors: Mapping[str, Tensor],
         convention: Literal["paper", "released"] = "paper",
     ) -> Trajectory:
-        """Go on from what ``tensors`` gave; with ``ema``, or if a worker made it, it is computed again, to the same bytes."""
+        """Go on from what ``tensors`` gave; with ``ema``, or from a worker, it is made again to the same bytes."""
         inversion = Inversion(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbicross import models, seeds
-from fedbicross.bundle.format import canonical_json
+from fedbicross.bundle.format import canonical_json, pack, unpack
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
 
@@ -240,15 +240,11 @@ class Context:
 
     def load_stage(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """What ``save_stage`` kept under this name, or None."""
-        from fedbicross.bundle import unpack
-
         data = self.store.load(self._stage(name))
         return None if data is None else unpack(data, "stage")
 
     def save_stage(self, name: str, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Checkpoint a stage, so that a killed run goes on from here."""
-        from fedbicross.bundle import pack
-
         self.store.save(self._stage(name), pack("stage", tensors, info))
         if self.stopwatch.at_work is not None:  # a resumed run does not spend this time again
             verb, what = self.stopwatch.at_work

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from fedbicross import bundle, engine, report, transport
@@ -135,8 +136,6 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Accuracy, balanced accuracy, AUC, F1 and calibration of a final model on labelled images."""
-    import numpy as np
-
     predictor = transport.model_folder.load_model(model)
     origin = transport.model_folder.read_settings(model)["origin"]
     client, test = transport.site_data.load_site(data, predictor.task, "site", origin["hold_out"], origin["seed"])

@@ -16,6 +16,7 @@ from fedbicross import bundle, transport
 from fedbicross.atomic import write_atomic
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError, UploadError, printable
+from fedbicross.lazy_torch import torch
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -43,8 +44,6 @@ def server_work(work: Path, federation: FederationFile) -> Path:
 def set_threads(threads: int | None) -> None:
     """Fix torch's threads, if asked to."""
     if threads is not None:
-        import torch
-
         torch.set_num_threads(threads)
 
 

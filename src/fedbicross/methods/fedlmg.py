@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.models import priors
@@ -98,8 +99,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
-        import torch
-
         priors.check(self.config.prior)
         for upload in uploads:
             self.check_upload(upload)
@@ -129,8 +128,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _draw(self, client: Ensemble, name: str, ctx: Context) -> tuple[Tensor, Tensor]:
         """Images of every class that this client steered; all are kept, since they are the costly part."""
-        import torch
-
         config, prior_steps, images = self.config, steps.diffusion_prior, steps.sources.Batches()
         labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(config.images_per_class)
         batches = torch.split(labels, config.batch_synthesis)
@@ -153,8 +150,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _soft_labels(self, teachers: Ensemble, images: Tensor, owners: Tensor) -> Tensor | None:
         """What the student is taught beside the labels; nothing when it is only fine-tuned."""
-        import torch
-
         if self.config.aggregation == "fine_tune":
             return None
         with torch.no_grad():
@@ -166,9 +161,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _train(self, images: Tensor, labels: Tensor, soft: Tensor | None, ctx: Context) -> Student:
         """SGD on all images: cross-entropy, and distillation where there are soft labels."""
-        import torch
-        import torch.nn.functional as F
-
         config = self.config
         student = parts.students.new_student(ctx, 0, config.epochs * len(images) // config.batch)
         stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
@@ -179,7 +171,7 @@ class FedLMG(Method[FedLMGConfig]):
             for rows in [part for part in torch.split(order, config.batch) if len(part) > 1]:
 
                 def loss_of(logits: Tensor, rows: Tensor = rows) -> Tensor:
-                    loss = F.cross_entropy(logits, labels[rows])
+                    loss = torch.nn.functional.cross_entropy(logits, labels[rows])
                     if soft is not None:
                         loss = loss + steps.distill.soft_kd_loss(logits, soft[rows], config.temperature)
                     return loss

@@ -5,7 +5,7 @@ A method's loop reads as its paper's. What the loop changes are the stage's part
 
     stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=log)
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
-        lr = config.lr * rate(config.schedule, stage.progress)
+        lr = config.lr * lr_multiplier(config.schedule, stage.progress)
         log.add(sample, distillation=learn(student, sample, config, lr))
 """
 

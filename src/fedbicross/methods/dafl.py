@@ -171,7 +171,7 @@ class DAFL(Method[DAFLConfig]):
                 student,
                 images,
                 steps.distill.soften(logits, config.temperature),
-                config.lr * parts.students.rate(config.schedule, stage.progress, milestones=(0.4, 0.8)),
+                config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress, milestones=(0.4, 0.8)),
                 temperature=config.temperature,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,

@@ -159,7 +159,7 @@ class EFedISCA(Method[EFedISCAConfig]):
 
         stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=log)
         for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
-            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
             log.step += 1
             log.curves.add(log.step, distillation=loss)

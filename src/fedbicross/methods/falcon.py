@@ -211,7 +211,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         config, classes = self.config, len(ctx.task.classes)
         encoder = parts.features.same_encoder(uploads)
         for upload in uploads:
-            self.check_upload(upload)
             if any(upload.extra[key] != uploads[0].extra[key] for key in ("dim", "tokens")):
                 raise UploadError("falcon_manifest", f"{upload.client!r}: sequences of another shape than the others'")
         dim = int(uploads[0].extra["dim"])

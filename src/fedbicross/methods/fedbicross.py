@@ -260,7 +260,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=logs)
         trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
         for _, samples in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
-            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             losses = both_levels.step(samples, lr)  # lines 14 and 15: Eqs. 7 and 8
             weights.note()
             for log, sample, loss in zip(logs, samples, losses, strict=True):

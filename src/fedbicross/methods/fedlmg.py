@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models, parts, steps
+from fedbicross import engine, models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
 from fedbicross.lazy_torch import torch
@@ -100,8 +100,6 @@ class FedLMG(Method[FedLMGConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
         priors.check(self.config.prior)
-        for upload in uploads:
-            self.check_upload(upload)
         if self.config.prior == "gaussian":
             ctx.record.warn("fedlmg ran with the stand-in prior: smooth blobs, not the images of a diffusion model")
         names = [upload.client for upload in uploads]
@@ -165,7 +163,7 @@ class FedLMG(Method[FedLMGConfig]):
         student = parts.students.new_student(ctx, 0, config.epochs * len(images) // config.batch)
         stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
         for epoch in stage.steps():
-            rate = config.lr * steps.distill.cosine(stage.progress)
+            rate = config.lr * engine.recipe.lr_multiplier("cosine", stage.progress)
             order = torch.randperm(len(images), generator=ctx.torch_rng("student", "order", str(epoch))).to(ctx.device)
             # A rest of one image has no batch statistics; it has its turn in another epoch.
             for rows in [part for part in torch.split(order, config.batch) if len(part) > 1]:

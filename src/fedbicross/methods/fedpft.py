@@ -182,7 +182,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
         """Features [m,1,D] drawn from a client's mixtures, as many per class as it has images, and labels [m]."""
-        self.check_upload(upload)
         drawn = [upload.tensors["means"].float()[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]
         rng = ctx.torch_rng("mixture samples", upload.client)
@@ -205,8 +204,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Draw features from every mixture and train one linear head on all of them."""
         config, classes = self.config, len(ctx.task.classes)
-        for upload in uploads:
-            self.check_upload(upload)
         given = [upload for upload in uploads if upload.tensors]
         if not given:
             raise MethodError("nothing_sent", "no client has enough images of any class; lower smallest_group")

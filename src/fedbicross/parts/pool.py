@@ -10,9 +10,10 @@ import torch
 from fedbicross import models
 from fedbicross.engine.fast import recorded, run_on_streams, scalar
 from fedbicross.engine.images import grid_png
+from fedbicross.engine.recipe import lr_multiplier
 from fedbicross.errors import MethodError
 from fedbicross.parts.diagnosis import Curves
-from fedbicross.parts.students import new_student, rate
+from fedbicross.parts.students import new_student
 from fedbicross.steps.augment import cutmix as put_in_box
 from fedbicross.steps.augment import draw_boxes, turn_and_mirror
 from fedbicross.steps.distill import soft_kd_loss
@@ -131,7 +132,7 @@ def distil(
     stage = ctx.stage("distillation", "student", total, student=student, curves=curves)
     for step in stage.steps():
         rows, kinds, boxes = draws.at(step)
-        now = scalar(lr * rate(schedule, stage.progress), ctx.device)
+        now = scalar(lr * lr_multiplier(schedule, stage.progress), ctx.device)
         (loss,) = step_once(pool.take(rows)["images"], kinds, boxes, now)
         curves.add(step + 1, distillation=loss)
     if not student.finite:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.engine.fast import recorded
+from fedbicross.engine.recipe import lr_multiplier
 from fedbicross.messages import Upload
 from fedbicross.parts.settings import ReplayConfig
-from fedbicross.parts.students import learn_soft, new_student, rate
+from fedbicross.parts.students import learn_soft, new_student
 from fedbicross.parts.synthesis_log import GeneratorLog
 from fedbicross.parts.teachers import load_ensemble
 from fedbicross.steps import adversarial, generators
@@ -143,7 +144,7 @@ class Replay:
             self.student,
             images,
             soft,
-            config.lr * rate(config.schedule, progress),
+            config.lr * lr_multiplier(config.schedule, progress),
             temperature=config.temperature,
             momentum=config.momentum,
             weight_decay=config.weight_decay,

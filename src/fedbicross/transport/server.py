@@ -14,7 +14,6 @@ from fedbicross import pipeline, seeds
 from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
-from fedbicross.engine.workers import Workers
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
 from fedbicross.messages import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
@@ -134,6 +133,8 @@ def fuse_received(
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
         if engine == "ray":  # before any work: the package may be missing
+            from fedbicross.engine.workers import Workers  # torch comes with it
+
             ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)
         taking_part = _taking_part(federation, received, folder, quorum, ctx.progress, log)

@@ -290,7 +290,14 @@ def primum_margins(_: str, page: Path, root: Path) -> str:
         )
         for row in found
     ]
-    titles = ("margin", "data, α", "clients", "own answers lost, ‰", "alone, everywhere %", "with referral, everywhere %")
+    titles = (
+        "margin",
+        "data, α",
+        "clients",
+        "own answers lost, ‰",
+        "alone, everywhere %",
+        "with referral, everywhere %",
+    )
     return f"{table(titles, rows, 'rlrrrr')}\n\nFrom [`gates.json`]({link(file, page)})."
 
 
@@ -298,7 +305,9 @@ def primum_development(_: str, page: Path, root: Path) -> str:
     """What primum's settings were chosen by."""
     file = root / "results" / "primum" / "development.json"
     found = json.loads(file.read_text(encoding="utf-8"))
-    teacher = [(entry["seed"], *(entry[by] for by in ("counts", "contrast", "root"))) for entry in found["teacher_weights"]]
+    teacher = [
+        (entry["seed"], *(entry[by] for by in ("counts", "contrast", "root"))) for entry in found["teacher_weights"]
+    ]
     keys = ("start", "zoom", "cutmix", "lr", "steps_distil")
     variants = [
         (*(entry[key] for key in keys), *entry["accuracy"], f"{np.mean(entry['accuracy']):.1f}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbicross import models, seeds
-from fedbicross.bundle.format import canonical_json
+from fedbicross.bundle.format import canonical_json, pack, unpack
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
 
@@ -98,7 +98,7 @@ class MemoryStore:
         self._names[name] = digest
 
     def drop(self, prefix: str) -> None:
-        """Forget a name, or every name in a folder, and what nothing names any more."""
+        """Forget a name, or every name in a folder, and the bytes that no name refers to any more."""
         for name in [n for n in self._names if n == prefix or n.startswith(prefix.rstrip("/") + "/")]:
             del self._names[name]
         used = set(self._names.values())
@@ -132,7 +132,7 @@ class Silent:
 
 @dataclass
 class Stopwatch:
-    """Time of the verb at work, less what it spends on work that methods share. Copies of a context have one watch."""
+    """Times the running verb, without the training and encoding that methods share. Copies of a context share one."""
 
     at_work: tuple[str, str] | None = None  # verb and name
     shared_seconds: float = 0.0  # of training and encoding, which are charged to every method that uses them
@@ -143,13 +143,13 @@ class Stopwatch:
         self.at_work, self._seen = (verb, name), (time.perf_counter(), self.shared_seconds)
 
     def lap(self) -> float:
-        """Seconds since this was last asked; each is told once."""
+        """Seconds since the last call, so that each second is counted once."""
         (began, shared), self._seen = self._seen, (time.perf_counter(), self.shared_seconds)
         return max(self._seen[0] - began - (self.shared_seconds - shared), 0.0)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Shared work, at whose checkpoints nobody asks for a lap: its own time is told when it is done."""
+        """While shared work runs, checkpoints count no time: it is counted as a whole when it is done."""
         outer, self.at_work = self.at_work, None
         try:
             yield
@@ -201,7 +201,7 @@ class Context:
     record: Record = field(default_factory=Record)
     event: Callable[..., None] = _no_event
     client_models: Mapping[str, str] = field(default_factory=dict)  # architecture by client; else the task's
-    streams: tuple[str, ...] = ()  # before the names of random streams and checkpoints: a later shot has its own
+    streams: tuple[str, ...] = ()  # prefix of the names of random streams and checkpoints: a later shot has its own
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -235,22 +235,18 @@ class Context:
     def stage(
         self, name: str, label: str, total: int, /, *, keep_end: bool = False, **parts: Part | Sequence[Part]
     ) -> Stage:
-        """``total`` steps of work on these parts, begun or gone on with (`fedbicross.stages`)."""
+        """``total`` steps of work on these parts, new or resumed (`fedbicross.stages`)."""
         return Stage(self, name, label, total, parts, keep_end)
 
     def load_stage(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """What ``save_stage`` kept under this name, or None."""
-        from fedbicross.bundle import unpack
-
         data = self.store.load(self._stage(name))
         return None if data is None else unpack(data, "stage")
 
     def save_stage(self, name: str, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Checkpoint a stage, so that a killed run goes on from here."""
-        from fedbicross.bundle import pack
-
         self.store.save(self._stage(name), pack("stage", tensors, info))
-        if self.stopwatch.at_work is not None:  # what a checkpoint keeps of the work it also keeps of its time
+        if self.stopwatch.at_work is not None:  # a resumed run does not spend this time again
             verb, what = self.stopwatch.at_work
             self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.stopwatch.lap())
 
@@ -277,7 +273,7 @@ class Context:
 
     @property
     def models(self) -> ClientModels:
-        """Who makes the clients' networks and features."""
+        """Makes the clients' networks and features."""
         from fedbicross.client_models import ClientModels  # torch comes with it
 
         return ClientModels(self)
@@ -303,7 +299,7 @@ class Context:
     def train_further(
         self, client: Client, start: Mapping[str, Tensor] | None, *, epochs: int, first_epoch: int, total_epochs: int
     ) -> dict[str, Tensor]:
-        """A short visit of training from ``start``."""
+        """A few more epochs of training from ``start``."""
         counts = {"epochs": epochs, "first_epoch": first_epoch, "total_epochs": total_epochs}
         return self.models.train_further(client, start, **counts)
 

@@ -63,7 +63,7 @@ class MethodError(FedBiCrossError):
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: a sign that cannot be printed stands there as its escape."""
+    """Text without control characters: each is replaced by its escape, so that it cannot steer a terminal."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedbicross import engine
 from fedbicross.bundle import pack, unpack, validate
 from fedbicross.context import Store, Task
 from fedbicross.errors import UploadError
@@ -159,9 +160,7 @@ class Predictor:
         self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
     ) -> np.ndarray:
         """Class probabilities [n,C] for uint8 images [n,H,W,C]; a store keeps the features of a frozen encoder."""
-        from fedbicross.engine import predict
-
-        return predict.probabilities(self, images, device, precision, store=store)
+        return engine.predict.probabilities(self, images, device, precision, store=store)
 
     def pack(self) -> bytes:
         """The bytes of the final model."""

@@ -8,12 +8,10 @@ method never shifts the numbers of another, and no global random state is read o
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import torch
+from fedbicross.lazy_torch import torch
 
 
 def stream_seed(seed: int, *names: str) -> int:
@@ -30,8 +28,6 @@ def numpy_rng(seed: int, *names: str) -> np.random.Generator:
 
 def torch_rng(seed: int, *names: str, device: str = "cpu") -> torch.Generator:
     """The stream as a torch generator on ``device``."""
-    import torch
-
     generator = torch.Generator(device=device)
     generator.manual_seed(stream_seed(seed, *names))
     return generator

@@ -5,8 +5,10 @@ A method's loop reads as its paper's. What the loop changes are the stage's part
 
     stage = ctx.stage("distillation", "fedisca: distillation", total, student=student, watch=log)
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
-        lr = config.lr * rate(config.schedule, stage.progress)
+        lr = config.lr * lr_multiplier(config.schedule, stage.progress)
         log.add(sample, distillation=learn(student, sample, config, lr))
+
+The names of the parts (``student``, ``watch``) are those of the file: another name could not load an older checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Part(Protocol):
     """Something that a stage changes."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All that is needed to go on; no tensor twice."""
+        """Everything that a resume needs; no tensor twice."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -41,7 +43,7 @@ class Part(Protocol):
 
 
 class Stage:
-    """``total`` steps of named work; ``done`` counts those behind it."""
+    """``total`` steps of named work, of which ``done`` are finished."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Stage:
                     later = room // len(sources)
                     if k < room:  # a worker each; what is left over is made here
                         sources[k] = source.on_worker(ctx.workers)
-            begun.append([engine.fast.ahead(source, ctx.fast) for source in sources])
+            begun.append([engine.fast.prefetch(source, ctx.fast) for source in sources])
             if len(begun) > later:
                 yield begun.popleft()
         yield from begun

@@ -1,4 +1,4 @@
-"""How CPU threads wait for each other: briefly awake, then asleep, so that our waiting does not slow a neighbour."""
+"""How idle CPU threads wait: spin briefly, then sleep, so that they do not slow down other programs."""
 
 from __future__ import annotations
 

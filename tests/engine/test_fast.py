@@ -18,7 +18,7 @@ from fedbicross.engine import ensemble as ensemble_module
 from fedbicross.engine import fast as fast_path
 from fedbicross.engine import norm as norm_module
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.engine.fast import Captured, ahead, recorded, run_on_streams, scalar, worth_compiling
+from fedbicross.engine.fast import Captured, prefetch, recorded, run_on_streams, scalar, worth_compiling
 from fedbicross.engine.norm import Pass, matched
 from fedbicross.federation import simulate
 from fedbicross.methods import create
@@ -118,12 +118,12 @@ class Counter:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
-    source = ahead(Counter(5), fast)
+    source = prefetch(Counter(5), fast)
     seen = [(int(item[0]), int(source.tensors()["done"])) for item in source]
     assert seen == [(n, n) for n in range(1, 6)]
 
 
-def test_jobs_side_by_side_keep_their_order() -> None:
+def test_jobs_on_streams_keep_their_order() -> None:
     assert run_on_streams([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbicross.engine.recipe import Training
+from fedbicross.engine.recipe import Training, lr_multiplier
 
 
 def test_the_default_is_the_papers_recipe() -> None:
@@ -30,3 +30,10 @@ def test_cross_entropy_unless_asked_for_balanced_classes() -> None:
     assert Training(loss="balanced").balanced
     with pytest.raises(ValueError, match="loss"):
         Training(loss="focal")
+
+
+def test_multipliers_of_the_learning_rate() -> None:
+    assert [lr_multiplier("step", p) for p in (0.0, 0.49, 0.5, 0.75)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert [lr_multiplier("cosine", p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1, 0.5, 0])
+    assert lr_multiplier("constant", 0.9) == 1
+    assert [lr_multiplier("step", p, milestones=(0.4, 0.8)) for p in (0.3, 0.4, 0.8)] == pytest.approx([1, 0.1, 0.01])

@@ -28,11 +28,11 @@ from fedbicross.engine.workers import (
     WAITING,
     OnWorker,
     Workers,
-    flat,
-    moved,
+    from_bytes,
+    map_leaves,
     size,
     to,
-    whole,
+    to_bytes,
 )
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import simulate
@@ -132,7 +132,7 @@ def test_the_server_goes_on_without_a_lost_worker(
         calls += 1
         if calls == 5:  # before it is asked for its last trajectory
             assert self.workers is not None
-            ray.kill(self.workers.hands[0])
+            ray.kill(self.workers.actors[0])
 
     monkeypatch.setattr(Context, "save_stage_when_due", due)
     said = Said()
@@ -258,7 +258,7 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
     with Workers(2, say=said.append) as workers:
         assert workers.begin(most=5) == 2
         said.clear()
-        for _ in workers.hands:
+        for _ in workers.actors:
             with pytest.raises(MethodError, match="not today") as caught:
                 list(OnWorker(workers, Alone(1), refuses, place))
             assert caught.value.code == "mine"
@@ -276,12 +276,12 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
         time.sleep(1)
         assert large.stat().st_size <= 6, "large items travel in smaller chunks"
         assert [float(next(items)) for _ in range(93)] == list(range(7, 100))
-        ray.kill(workers.hands[0])
+        ray.kill(workers.actors[0])
         assert [float(item) for item in items] == list(range(100, 203)), "the rest is made here"
         assert said == ["a Ray worker is gone; the server makes the rest of its trajectory"]
-        hands = workers.hands
+        actors = workers.actors
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(hands[1].ready.remote(), timeout=200)
+        ray.get(actors[1].ready.remote(), timeout=200)
     assert ray.is_initialized(), "a cluster of others is left alone"
 
 
@@ -351,7 +351,7 @@ def test_the_local_engine_never_imports_ray() -> None:
 def test_moving_keeps_the_shape_of_things() -> None:
     Pair = namedtuple("Pair", "left right")
     value = {"a": (Pair(torch.ones(2), 3.0), None), "b": torch.zeros(())}
-    found = moved(value, to("meta"))
+    found = map_leaves(value, to("meta"))
     assert type(found["a"][0]) is Pair and found["a"][0].left.is_meta and found["b"].is_meta
     assert found["a"][0].right == 3.0 and found["a"][1] is None
     assert size((Pair(torch.ones(2), 3.0), (torch.ones(3, dtype=torch.int64), "x"))) == 8 + 24
@@ -362,9 +362,9 @@ def test_a_tensor_travels_with_its_layout(dtype: torch.dtype) -> None:
     plain = torch.randn(4, 3, 5, 2).to(dtype)
     cases = [plain, plain.to(memory_format=torch.channels_last), plain[1], plain[0, 0, 0, 0], plain[:0]]
     for tensor in [*cases, torch.ones(1, 3, 1, 2).to(dtype)]:
-        found = whole(flat(tensor))
+        found = from_bytes(to_bytes(tensor))
         assert found.dtype == dtype and found.stride() == tensor.stride() and torch.equal(found, tensor)
         assert not found.numel() or found.data_ptr() != tensor.data_ptr()
     skipping = plain[..., ::2]
-    assert torch.equal(whole(flat(skipping)), skipping)
-    assert flat(0.5) == 0.5 and whole(None) is None
+    assert torch.equal(from_bytes(to_bytes(skipping)), skipping)
+    assert to_bytes(0.5) == 0.5 and from_bytes(None) is None

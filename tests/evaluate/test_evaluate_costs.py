@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from fedbicross.evaluate.costs import format_bytes, format_flops, format_seconds, training_flops
+from fedbicross.evaluate import costs
+from fedbicross.evaluate.costs import format_bytes, format_flops, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -62,5 +64,24 @@ def test_no_number_is_printed_with_a_prefix_too_small(value):
     assert float(number) * factor == pytest.approx(value, rel=0.006)
 
 
-def test_training_is_three_forward_passes_an_image():
-    assert training_flops(10, samples=7, epochs=2) == 420
+MIB = 1 << 20
+
+
+def test_the_papers_numbers() -> None:
+    assert costs.sequence_bytes(1, 5, 768) == 15 * 1024
+    limit = costs.break_even(round(144.33 * MIB), 5, 768)
+    assert 9_840 < limit < 9_860  # "about 9,850"
+    assert costs.upload_size(limit, 5, 768, round(144.33 * MIB)).cheaper == "sequences"
+    assert costs.upload_size(limit + 1, 5, 768, round(144.33 * MIB)).cheaper == "generator"
+
+
+def test_the_cheaper_one_bounds_the_cost() -> None:
+    for count in (0, 1, 50, 100, 1000):
+        size = costs.upload_size(count, 2, 4, 2000)
+        assert size.sequences == count * 32
+        assert getattr(size, size.cheaper) == min(size.sequences, size.generator)
+
+
+def test_bytes_of_a_module_are_those_of_its_tensors() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert costs.module_bytes(module) == 4 * (6 + 2 + 2 + 2 + 2 + 2) + 8  # and an int64 counter

@@ -2,14 +2,11 @@
 
 import copy
 import json
-import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedbicross.evaluate import METRICS, PROTOCOLS
-from fedbicross.evaluate.summary import across_seeds, is_alone, local_baselines, reference, summarise
+from fedbicross.evaluate.summary import is_alone, local_baselines, reference, summarise
 
 
 def scores(client, matched, **overrides):
@@ -91,63 +88,6 @@ def test_contradictory_input_is_refused():
         summarise(ROW, [1, 2], None)
     with pytest.raises(ValueError, match="'c'"):
         summarise(ROW, [1, 1, 1], LOCAL[1:])
-
-
-def table_row(method, seed, accuracy, **more):
-    fields = {"accuracy": {"global": accuracy, "matched": None}, "seconds": 2, "clients": [{"client": "a"}]}
-    return {"method": method, "seed": seed, **fields, **more}
-
-
-def test_rows_are_grouped_by_method_in_order():
-    rows = [table_row("b", 0, 0.5), table_row("a", 0, 0.1), table_row("b", 1, 0.7), table_row("b", 2, None)]
-    merged = across_seeds(rows)
-    assert [row["method"] for row in merged] == ["b", "a"]
-    assert merged[0]["seeds"] == [0, 1, 2]
-    assert merged[0]["accuracy"]["global"] == {
-        "mean": pytest.approx(0.6),
-        "sd": pytest.approx(0.1 * 2**0.5),
-        "n": 2,
-    }
-    assert merged[0]["accuracy"]["matched"] == {"mean": None, "sd": None, "n": 0}
-    assert merged[0]["seconds"] == {"mean": 2, "sd": 0, "n": 3}
-    assert merged[1]["accuracy"]["global"] == {"mean": 0.1, "sd": None, "n": 1}
-    assert "clients" not in merged[0]
-
-
-def test_text_and_truth_values_have_no_mean():
-    rows = [
-        table_row("a", s, 0.5, device="cpu", resumed=True, worst_client={"global": {"accuracy": 0.1, "client": "x"}})
-        for s in (0, 1)
-    ]
-    merged = across_seeds(rows)[0]
-    assert "device" not in merged and "resumed" not in merged
-    assert list(merged["worst_client"]["global"]) == ["accuracy"]
-
-
-def test_the_same_seed_twice_is_not_two_observations():
-    with pytest.raises(ValueError, match="same seed"):
-        across_seeds([table_row("a", 0, 0.5), table_row("a", 0, 0.5)])
-
-
-def test_rows_of_summarise_can_be_merged():
-    rows = [{"method": "m", "seed": s, **summarise(ROW, [1, 1, 1], LOCAL)} for s in range(3)]
-    merged = across_seeds(rows)[0]
-    assert merged["harmed_clients"] == {"mean": 1, "sd": 0, "n": 3}
-    assert merged["worst_client"]["matched"]["accuracy"]["mean"] == pytest.approx(0.5)
-    assert merged["accuracy_weighted"]["global"]["n"] == 3
-
-
-def test_no_rows_no_table():
-    assert across_seeds([]) == []
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=8))
-def test_mean_and_sd_are_the_usual_ones(values):
-    merged = across_seeds([table_row("m", s, v) for s, v in enumerate(values)])[0]["accuracy"]["global"]
-    mean = sum(values) / len(values)
-    assert merged["mean"] == pytest.approx(mean)
-    assert merged["sd"] == pytest.approx((sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5, abs=1e-9)
-    assert merged["sd"] == statistics.stdev(values)
 
 
 def test_the_bar_is_the_better_way_of_training_alone():

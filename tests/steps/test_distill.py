@@ -115,10 +115,3 @@ def test_personal_loss_is_equation_9():
     assert loss.total.item() == pytest.approx(cross_entropy + 0.5 * from_cluster + 0.3 * from_client)
     assert loss.from_cluster.item() == pytest.approx(from_cluster)
     assert loss.from_client.item() == pytest.approx(from_client)
-
-
-def test_schedules():
-    assert [distill.multi_step(p) for p in (0.0, 0.49, 0.5, 0.74, 0.75, 0.99)] == pytest.approx(
-        [1, 1, 0.1, 0.1, 0.01, 0.01]
-    )
-    assert [distill.cosine(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([1, 0.5, 0])

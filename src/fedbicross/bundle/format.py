@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedbicross.bundle.limits import DTYPES, UPLOAD, Limits, for_kind
 from fedbicross.errors import MethodError, UploadError
+from fedbicross.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,8 +213,6 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _raw(tensor: Tensor) -> memoryview:
     """The tensor's own memory as bytes."""
-    import torch
-
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -357,8 +356,6 @@ def _check_canonical(data: bytes, header: Header, outer: Mapping[str, Any]) -> N
 
 def _view(buffer: bytearray, info: TensorInfo, start: int) -> Tensor:
     """The one place where bytes from outside become a tensor."""
-    import torch
-
     dtype = getattr(torch, _TORCH_NAMES[info.dtype])
     if info.start == info.end:
         return torch.empty(info.shape, dtype=dtype)

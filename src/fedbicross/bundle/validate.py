@@ -14,10 +14,10 @@ from fedbicross import models
 from fedbicross.bundle.format import Tensors, canonical_json, tensor_digest
 from fedbicross.engine.combine import NOT_REFERRED
 from fedbicross.errors import ConfigError, UploadError
+from fedbicross.lazy_torch import torch
 from fedbicross.settings import Settings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from fedbicross.context import Task
@@ -112,8 +112,6 @@ def check_image_size(image_size: int) -> None:
 
 
 def _skeleton(architecture: str, channels: int, classes: int, image_size: int) -> dict[str, Signature]:
-    import torch
-
     return _built(architecture, channels, classes, image_size, torch.get_default_dtype())
 
 
@@ -122,8 +120,6 @@ def _built(
     architecture: str, channels: int, classes: int, image_size: int, precision: torch.dtype
 ) -> dict[str, Signature]:
     """``precision`` is torch's default, with which networks are built here: one answer for each."""
-    import torch
-
     del precision
     with torch.device("meta"):
         model = models.factory.BUILDERS[architecture](channels, classes, image_size)
@@ -139,8 +135,6 @@ def check_finite(tensors: Tensors) -> None:
 
 def check_matrix(tensors: Tensors, name: str, rows: int, max_columns: int) -> None:
     """A finite float32 matrix beside the network: so many rows, and 1 to ``max_columns`` columns."""
-    import torch
-
     if name not in tensors:
         raise UploadError("missing_tensor", f"the method needs a tensor {name!r}; it is not in the file")
     tensor = tensors[name]
@@ -316,8 +310,6 @@ def flag_suspicious(uploads: Sequence[Upload], init: Tensors | None = None) -> l
 
 
 def _untrained(tensors: Tensors, init: Tensors | None) -> list[str]:
-    import torch
-
     found = []
     weights = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     if init is not None and all(name in init and torch.equal(value, init[name]) for name, value in weights.items()):

@@ -1,4 +1,4 @@
-"""What the verbs of `federation`, `client` and `server` share: options, places, keys and tables."""
+"""What the verbs of `federation`, `client` and `server` share: options, folders, keys and tables."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fedbicross import bundle, transport
 from fedbicross.atomic import write_atomic
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError, UploadError, printable
+from fedbicross.lazy_torch import torch
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -43,8 +44,6 @@ def server_work(work: Path, federation: FederationFile) -> Path:
 def set_threads(threads: int | None) -> None:
     """Fix torch's threads, if asked to."""
     if threads is not None:
-        import torch
-
         torch.set_num_threads(threads)
 
 
@@ -115,7 +114,7 @@ def site_name(federation: FederationFile, work: Path, name: str | None) -> str:
 
 
 def verdict(error: FedBiCrossError | None) -> str:
-    """A file's fate in a table."""
+    """Accepted or refused, for a table."""
     return "ok" if error is None else f"refused, {error.code}: {error.args[0]}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from fedbicross import data, engine
@@ -51,8 +52,6 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """Count the images per class; with --grid also look at some."""
-    import numpy as np
-
     dataset = data.load_dataset(name, data_dir=data_dir, image_size=size)
     counts = {
         split: [int(n) for n in np.bincount(part.labels, minlength=len(dataset.classes))]

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fedbicross import runs
+from fedbicross.cli.show import run_and_report
+
 METHODS = ["fedavg", "ensemble:consensus", "primum"]
 SETTINGS = {
     "name": "demo",
@@ -25,10 +28,5 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="print results.json instead of the table")] = False,
 ) -> None:
     """Run a whole one-shot federation on drawn blood cells, in minutes, without any download."""
-    from fedbicross.cli.show import run_and_report
-    from fedbicross.runs.config import load_config
-
-    config = load_config(flags=SETTINGS, quick=True)
-    from fedbicross.runs import runner
-
-    run_and_report(lambda progress: runner.run(config, out, progress=progress, replace=True), out, json)
+    config = runs.config.load_config(flags=SETTINGS, quick=True)
+    run_and_report(lambda progress: runs.runner.run(config, out, progress=progress, replace=True), out, json)

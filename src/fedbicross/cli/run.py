@@ -14,7 +14,7 @@ from fedbicross.errors import ConfigError
 
 
 class Engine(StrEnum):
-    """Where the cells of a run are computed; the results are the same."""
+    """Where the methods of a run are computed; the results are the same."""
 
     local = "local"
     ray = "ray"
@@ -81,12 +81,12 @@ def _names(text: str | None) -> list[str] | None:
 
 
 def _is_folder_name(name: str) -> bool:
-    """A configuration from elsewhere must not choose where it is written."""
+    """A stranger's configuration must not choose where it is written."""
     return name == Path(name).name and name not in ("", "..") and name.isprintable()
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Without what was not said."""
+    """Drop unset flags."""
     out = {}
     for key, value in flags.items():
         inner = _given(value) if isinstance(value, dict) else value

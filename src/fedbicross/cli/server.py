@@ -138,7 +138,7 @@ def _uploads(given: list[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _fates(agreed: FederationFile, received: Received, replies: dict[str, str]) -> list[dict[str, str]]:
-    """What became of each site."""
+    """The outcome for each site."""
     rows = []
     for name in agreed.clients:
         upload = received.sources.get(name, "kept from before" if name in replies else "missing")

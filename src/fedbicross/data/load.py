@@ -1,4 +1,4 @@
-"""One door to all data: a known name, a folder, a CSV manifest or an ``.npz`` file."""
+"""Load data by any address: a known name, a folder, a CSV manifest or an ``.npz`` file."""
 
 from __future__ import annotations
 

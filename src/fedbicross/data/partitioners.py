@@ -1,4 +1,4 @@
-"""How groups (images or whole patients) are dealt to clients: pure functions, owner of each group in, owner out."""
+"""Partitioners: pure functions that give every group (an image, or a whole patient) an owner among the clients."""
 
 from __future__ import annotations
 

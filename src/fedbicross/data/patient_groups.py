@@ -1,4 +1,4 @@
-"""What may be dealt to clients: a patient with all images, or a single image where patients are unknown."""
+"""Groups of images that stay together: all images of a patient, or single images where patients are unknown."""
 
 from __future__ import annotations
 

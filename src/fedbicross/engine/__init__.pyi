@@ -3,6 +3,7 @@ from . import ensemble as ensemble
 from . import fast as fast
 from . import images as images
 from . import predict as predict
+from . import recipe as recipe
 from . import student as student
 from . import tokens as tokens
 from . import train as train

@@ -1,4 +1,4 @@
-"""How several networks speak with one voice: the teacher of a distillation, and an ensemble that predicts."""
+"""How the answers of several networks are combined: as teacher of a distillation, and as ensemble that predicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Combination = Literal["mean_logits", "mean_probs", "class_weighted", "consensus"
 Weighting = Literal["counts", "contrast", "root"]
 
 NOT_REFERRED = 1e4  # odds that a class which is not seldom would have to pass
-NEVER = -1e4  # the log-probability of a class that cannot be; finite, so that a file can hold it
+NEVER = -1e4  # log-probability of an impossible class; finite, so that a file can hold it
 
 
 def soften(logits: Tensor, temperature: float) -> Tensor:

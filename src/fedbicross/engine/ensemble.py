@@ -3,7 +3,7 @@
 Every `nn.BatchNorm2d` of a private copy of each model is replaced by `engine.norm.Norm`, whose statistics can be chosen
 for each pass. The plain path is the reference. On the fast one clients run side by side, in bf16 kept as such; passes
 that will be made often enough are one compiled function per architecture, called with each client's weights; and passes
-with stored statistics and without gradients are folded (`engine.fuse_batchnorm`).
+with stored statistics and without gradients use fused BN (`engine.fuse_batchnorm`).
 
 Not thread-safe: the layers of a client share one small mutable record of what to do during a forward pass, and
 `Ensemble.subset` shares it too. Two threads must not use ensembles that hold the same client.
@@ -42,7 +42,7 @@ _PASSES: dict[tuple[object, ...], Callable[..., Any]] = {}
 
 @dataclass
 class _Client:
-    """A frozen network, what its BN layers are to do, and on the fast path the same without them, if that can be."""
+    """A frozen network, the mode of its BN layers, and on the fast path a copy with fused BN, where that works."""
 
     model: nn.Module
     current: Pass
@@ -188,7 +188,7 @@ class Ensemble:
         return _stacked([logits for logits, _ in results]), [other for _, other in results]
 
     def _pass(self, client: _Client, x: Tensor, mode: Mode, batches: int) -> tuple[Tensor, Tensor]:
-        """One client's pass, in the quickest way that there is for it."""
+        """One client's forward pass, by the fastest path that applies."""
         if mode == "stored" and client.fused is not None and not (x.requires_grad and torch.is_grad_enabled()):
             output = client.fused(x)
             return output, _nothing(output)

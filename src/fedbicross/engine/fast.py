@@ -2,9 +2,9 @@
 
 A step of synthesis over five clients is thousands of small kernels; launching them one by one takes longer than the
 arithmetic. ``compiled`` fuses the small ones, ``Captured`` replays a whole step with one launch, ``run_on_streams``
-lets clients share the GPU, and ``Ahead`` makes the next batch while a student learns from the last one. The plain path
-gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is off. On a
-CPU all four do the plain thing, so that tests can walk the same code without a GPU.
+lets clients share the GPU, and ``Prefetched`` makes the next batch while a student learns from the last one. The
+plain path gives the same results within rounding (tests and benchmarks compare them) and is used wherever ``fast`` is
+off. On a CPU all four do the plain thing, so that tests can walk the same code without a GPU.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _own_workspaces() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The collector may free an older recording at any time, which would make the one in the making invalid."""
+    """Freeing an older CUDA graph while a new one is captured would make the capture invalid."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -167,20 +167,20 @@ def run_on_streams(jobs: Sequence[Callable[[], T]], device: str) -> list[T]:
 
 
 class Source(Protocol[T_co]):
-    """Something to iterate over once, whose place can be kept in a checkpoint."""
+    """An iterable, read once, whose position can be checkpointed."""
 
     def __iter__(self) -> Iterator[T_co]: ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Where it stands, after the item handed out last."""
+        """The position after the last item yielded."""
         ...
 
 
-class Ahead(Generic[T]):
+class Prefetched(Generic[T]):
     """A source whose next item is made on a stream of its own while the last one is still being used.
 
     What it makes may not depend on what the user does with it: images and soft labels do not depend on the student.
-    ``tensors`` is the place of the item handed out last, not of the one already in the making.
+    ``tensors`` is the position after the last item yielded, not after the prefetched one.
     """
 
     def __init__(self, source: Source[T]) -> None:
@@ -189,7 +189,7 @@ class Ahead(Generic[T]):
         self._place: Mapping[str, Tensor] = source.tensors()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The place of the item handed out last."""
+        """The position after the last item yielded."""
         return self._place
 
     def __iter__(self) -> Iterator[T]:
@@ -213,9 +213,9 @@ class Ahead(Generic[T]):
         return None
 
 
-def ahead(source: Source[T], fast: bool) -> Source[T]:
-    """``Ahead`` on a GPU with the fast path, the source itself elsewhere."""
-    return Ahead(source) if fast and torch.cuda.is_available() and at_once("cuda") else source
+def prefetch(source: Source[T], fast: bool) -> Source[T]:
+    """``Prefetched`` on a GPU with the fast path, the source itself elsewhere."""
+    return Prefetched(source) if fast and torch.cuda.is_available() and at_once("cuda") else source
 
 
 def _tensors_in(item: Any) -> Iterable[Tensor]:

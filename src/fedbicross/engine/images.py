@@ -1,4 +1,4 @@
-"""Small images as one PNG: what a person would rather look at than read about."""
+"""Grids of small images as one PNG."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SMALLEST_SCALE = 1e-12  # of a channel; a gradient is divided by it, and a chann
 class Pass:
     """What the BN layers of one client do during a forward pass, and what they saw: ``with current.doing(mode)``.
 
-    What they saw is gone afterwards: it holds on to a pass's activations.
+    What they saw is dropped afterwards, because it keeps the activations of the pass in memory.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ WORTH_RECORDING = 100  # steps
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network and how it came about."""
+    """A trained network and the history of its training."""
 
     architecture: str
     state: dict[str, Tensor]
@@ -245,7 +245,7 @@ def training(
 
 
 def diverged(label: str, what: str) -> MethodError:
-    """The error of a training that went astray."""
+    """The error for a loss that is no longer finite."""
     hint = 'lower training.lr, use another training.schedule, or precision = "fp32"'
     return MethodError("diverged", f"training of {label}: {what}; {hint}")
 

@@ -42,7 +42,7 @@ Make = Callable[..., Source[T]]  # of a Portable and ``tensors=``, the place to 
 
 def import_ray() -> Any:
     """The package, or an error that says how to get it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here tells the outside world that it runs
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports over the network
     try:
         import ray
     except ImportError:
@@ -61,45 +61,45 @@ class Workers:
     ) -> None:
         self.ray = import_ray()
         self.count, self.device, self.precision, self.say = count, device, precision, say
-        self.hands: list[Any] = []
+        self.actors: list[Any] = []
         self._ours, self._sent = False, 0
-        self._shared: dict[int, tuple[Portable, Any]] = {}  # by identity, which lasts as long as the object is kept
+        self._shared: dict[int, tuple[Portable, Any]] = {}  # by id(), valid while the object is kept
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for hand in self.hands:
-            self.ray.kill(hand)
-        self.hands, self._shared = [], {}
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.actors, self._shared = [], {}
         if self._ours:
             self.ray.shutdown()
 
     def begin(self, most: int) -> int:
-        """Start them, at most ``most``, unless they have been; how many there are."""
-        if self.hands:
-            return len(self.hands)
+        """Start at most ``most`` workers, unless they run already; returns how many there are."""
+        if self.actors:
+            return len(self.actors)
         ray, threads, gpu = self.ray, torch.get_num_threads(), int(self.device == "cuda")
         cores = self._connect(most, threads)
         has = ray.cluster_resources()
         room = int(has.get("GPU", 0)) if gpu else int(has.get("CPU", 0)) // cores
         worker = ray.remote(num_cpus=cores, num_gpus=gpu)(_Worker)
         count = min(self.count or room, most, room)
-        hands = [worker.remote(self.device, self.precision, threads) for _ in range(count)]
-        signs = {hand.ready.remote(): hand for hand in hands}
+        actors = [worker.remote(self.device, self.precision, threads) for _ in range(count)]
+        signs = {actor.ready.remote(): actor for actor in actors}
         there, late = ray.wait(list(signs), num_returns=count, timeout=PATIENCE) if signs else ([], [])
-        self.hands = [signs[sign] for sign in there]
+        self.actors = [signs[sign] for sign in there]
         for sign in late:
             ray.kill(signs[sign])
         try:
             ray.get(there)
         except ray.exceptions.RayError as error:
             raise ConfigError("no_workers", f"a Ray worker cannot start: {str(error).splitlines()[-1][:300]}") from None
-        if not self.hands:
+        if not self.actors:
             need = "a free GPU" if gpu else f"{cores} free cores (--threads)"
             raise ConfigError("no_workers", f"no machine of the Ray cluster has {need}; use --engine local")
-        self.say(f"trajectories are made by Ray workers: {len(self.hands)}")
-        return len(self.hands)
+        self.say(f"trajectories are made by Ray workers: {len(self.actors)}")
+        return len(self.actors)
 
     def _connect(self, most: int, threads: int) -> int:
         """Join a cluster or start one; how many of its cores a worker asks for."""
@@ -123,14 +123,14 @@ class Workers:
         A worker makes what it is asked for one after the other, so that sources which are read side by side need a
         worker each.
         """
-        hand = self.hands[self._sent % len(self.hands)]
+        actor = self.actors[self._sent % len(self.actors)]
         self._sent += 1
         if id(shared) not in self._shared:
             self._shared[id(shared)] = shared, self.ray.put(shared.on("cpu"))
         reference = self._shared[id(shared)][1]
         how = {"num_returns": "streaming", "_generator_backpressure_num_objects": WAITING}
-        chunks = hand.make.options(**how).remote(make, [reference], moved(dict(place), to("cpu")))
-        return (moved(moved(self._get(chunk), whole), to(self.device)) for chunk in chunks)
+        chunks = actor.make.options(**how).remote(make, [reference], map_leaves(dict(place), to("cpu")))
+        return (map_leaves(map_leaves(self._get(chunk), from_bytes), to(self.device)) for chunk in chunks)
 
     def _get(self, reference: Any) -> Any:
         try:
@@ -142,7 +142,7 @@ class Workers:
 
 
 class LostWorkerError(Exception):
-    """A worker, or its machine, is gone."""
+    """A worker, or its machine, has died."""
 
 
 class OnWorker(Generic[T]):
@@ -154,7 +154,7 @@ class OnWorker(Generic[T]):
         self._chunks = workers.stream(shared, make, place)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Where it stands; whoever goes on from here makes again, without handing it out, what is done."""
+        """State for a checkpoint; on resume, finished items are computed again but not yielded."""
         return {**self.place, "done": torch.tensor(self.done)}
 
     def __iter__(self) -> Iterator[T]:
@@ -188,32 +188,32 @@ class _Worker:
         if reference not in self.shared:
             self.shared[reference] = import_ray().get(reference).on(self.device)
         chunk: list[Any] = []
-        for item in make(self.shared[reference], tensors=moved(place, to(self.device))):
+        for item in make(self.shared[reference], tensors=map_leaves(place, to(self.device))):
             chunk.append(item)
             if len(chunk) == CHUNK or size(tuple(chunk)) >= CHUNK_BYTES:
-                yield moved(tuple(chunk), flat)
+                yield map_leaves(tuple(chunk), to_bytes)
                 chunk = []
         if chunk:
-            yield moved(tuple(chunk), flat)
+            yield map_leaves(tuple(chunk), to_bytes)
 
 
-def moved(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure of tuples and dicts with every leaf changed."""
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested tuples and dicts with ``change`` applied to every leaf."""
     if isinstance(value, dict):
-        return {key: moved(part, change) for key, part in value.items()}
+        return {key: map_leaves(part, change) for key, part in value.items()}
     if not isinstance(value, tuple):
         return change(value)
-    parts = [moved(part, change) for part in value]
+    parts = [map_leaves(part, change) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def to(device: str) -> Callable[[Any], Any]:
-    """For ``moved``: tensors to a device."""
+    """For ``map_leaves``: tensors to a device."""
     return lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass(frozen=True)
-class Flat:
+class TensorBytes:
     """A tensor as plain bytes, which Ray's shared memory takes and gives several times faster than a tensor."""
 
     data: np.ndarray  # uint8
@@ -222,8 +222,8 @@ class Flat:
     stride: tuple[int, ...]  # kept, since another layout could round sums in another order
 
 
-def flat(leaf: Any) -> Any:
-    """For ``moved``: tensors as bytes."""
+def to_bytes(leaf: Any) -> Any:
+    """For ``map_leaves``: tensors as bytes."""
     if not isinstance(leaf, Tensor):
         return leaf
     tensor = leaf.detach().cpu()
@@ -232,12 +232,12 @@ def flat(leaf: Any) -> Any:
     ):
         tensor = tensor.contiguous()
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return Flat(data, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return TensorBytes(data, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def whole(leaf: Any) -> Any:
-    """For ``moved``: the tensors again, in memory of their own."""
-    if not isinstance(leaf, Flat):
+def from_bytes(leaf: Any) -> Any:
+    """For ``map_leaves``: the tensors again, in memory of their own."""
+    if not isinstance(leaf, TensorBytes):
         return leaf
     data = torch.empty(len(leaf.data), dtype=torch.uint8)
     data.numpy()[:] = leaf.data

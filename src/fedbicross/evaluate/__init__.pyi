@@ -1,5 +1,4 @@
 from . import costs as costs
-from . import generation_costs as generation_costs
 from . import metrics as metrics
 from . import mmd as mmd
 from . import protocols as protocols

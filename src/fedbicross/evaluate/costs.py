@@ -1,17 +1,13 @@
-"""What a method costs, in words: bytes, operations, seconds."""
+"""What a method costs: bytes, operations and seconds in words, and the size of synthetic data (FALCON 3.6)."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
-
-
-def training_flops(forward_flops: int, samples: int, epochs: int) -> int:
-    """Operations to train on ``samples`` images for ``epochs``: 3 × the forward pass of each image.
-
-    The backward pass of a convolution or linear layer is two products of the size of the forward one (the gradient
-    of its input and of its weights), hence 1 + 2. Element-wise work and the optimiser are small beside them.
-    """
-    return 3 * forward_flops * samples * epochs
 
 
 def format_bytes(count: float | None) -> str:
@@ -54,3 +50,32 @@ def _with_prefix(value: float | None, unit: str) -> str:
         scaled /= 1000
     digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
     return f"{scaled:.{digits}f} {prefix}{unit}"
+
+
+class UploadSize(NamedTuple):
+    """Bytes of the two ways to send a client's synthetic data, and the cheaper one."""
+
+    sequences: int
+    generator: int
+    cheaper: Literal["sequences", "generator"]
+
+
+def sequence_bytes(count: int, length: int, width: int, item_bytes: int = 4) -> int:
+    """``count`` sequences of ``length`` tokens of ``width`` numbers; 5 × 768 in 32 bits are 15 KiB each (the paper)."""
+    return count * length * width * item_bytes
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Parameters and buffers as stored."""
+    return sum(t.numel() * t.element_size() for t in module.state_dict().values())
+
+
+def break_even(generator_bytes: int, length: int, width: int, item_bytes: int = 4) -> int:
+    """Up to so many sequences are no larger than the generator (the paper: about 9,850)."""
+    return generator_bytes // sequence_bytes(1, length, width, item_bytes)
+
+
+def upload_size(count: int, length: int, width: int, generator_bytes: int, item_bytes: int = 4) -> UploadSize:
+    """Section 3.6: each client sends whichever is smaller, so that the generator bounds the cost."""
+    sequences = sequence_bytes(count, length, width, item_bytes)
+    return UploadSize(sequences, generator_bytes, "sequences" if sequences <= generator_bytes else "generator")

@@ -1,4 +1,4 @@
-"""From scores of clients to a row of the table, and from rows of several seeds to mean ± sd."""
+"""From scores of clients to a row of the table."""
 
 from __future__ import annotations
 
@@ -68,46 +68,6 @@ def summarise(
         "clearly_harmed_clients": _count(clients, "clearly_harmed"),
         "clearly_helped_clients": _count(clients, "clearly_helped"),
         "clients": clients,
-    }
-
-
-def across_seeds(rows: Sequence[Scores]) -> list[dict[str, Any]]:
-    """One row a method, in the order of first appearance: every number becomes ``{"mean", "sd", "n"}`` over seeds.
-
-    Nested fields keep their shape; text and lists (such as the clients) are left out. ``sd`` has n - 1 below the
-    line and is None for one seed; ``n`` counts the seeds where the number was defined.
-    """
-    groups: dict[str, list[Scores]] = {}
-    for row in rows:
-        groups.setdefault(row["method"], []).append(row)
-    return [_merge_seeds(method, group) for method, group in groups.items()]
-
-
-def _merge_seeds(method: str, rows: Sequence[Scores]) -> dict[str, Any]:
-    seeds = [row["seed"] for row in rows]
-    if len(set(seeds)) != len(seeds):  # the same seed twice is one observation, and would shrink the sd
-        raise ValueError(f"method {method!r} has rows with the same seed: {seeds}")
-    return {"method": method, "seeds": seeds, **_merge_fields(rows, leave_out=("method", "seed"))}
-
-
-def _merge_fields(rows: Sequence[Scores], leave_out: Sequence[str] = ()) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for field in dict.fromkeys(field for row in rows for field in row):
-        values = [row[field] for row in rows if row.get(field) is not None]
-        if field in leave_out:
-            continue
-        if values and all(isinstance(value, Mapping) for value in values):
-            merged[field] = _merge_fields(values)
-        elif all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            merged[field] = _statistics(values)
-    return merged
-
-
-def _statistics(values: Sequence[float]) -> dict[str, Any]:
-    return {
-        "mean": _mean(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-        "n": len(values),
     }
 
 

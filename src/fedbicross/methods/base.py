@@ -41,7 +41,7 @@ class Method(ABC, Generic[ConfigT]):
 
     @property
     def gate_problem(self) -> str:
-        """Why its model cannot be put before the client's own by a gate, in words; empty where it can."""
+        """Why the client's gate cannot judge this method's model, in words; empty where it can."""
         return "it does not end with one model for all" if self.personal or self.pools_data else ""
 
     @property
@@ -61,12 +61,12 @@ class Method(ABC, Generic[ConfigT]):
 
     @property
     def ways_alone(self) -> tuple[str, ...]:
-        """Other ways of training alone than the run's recipe that this method uses, and therefore has to beat."""
+        """Local baselines, beside the run's recipe, that this method has to beat because its clients train that way."""
         return ("local_only:balanced",) if self.loss == "balanced" else ()
 
     @property
     def rounds(self) -> int:
-        """How often the three verbs go round; 1 is one-shot."""
+        """How many rounds of the three verbs; 1 is one-shot."""
         return 1
 
     @property

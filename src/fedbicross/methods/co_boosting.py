@@ -14,6 +14,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ReplayConfig
@@ -158,8 +159,6 @@ class Boosting:
 
     def generator_loss(self, x: Tensor) -> list[Tensor]:
         """L_H + β L_A (+ a batch-norm term): the total, and its terms before weighting."""
-        import torch
-
         config, server = self.config, self.server
         batch_norm = adversarial = torch.zeros((), device=x.device)
         if config.alpha_bn:
@@ -188,8 +187,6 @@ class Boosting:
 
     def perturb(self, images: Tensor, number: int) -> Tensor:
         """DHS: images moved along a random direction of the ensemble's answers, a new one for every batch."""
-        import torch
-
         config, server = self.config, self.server
         if not config.epsilon:
             return images
@@ -215,8 +212,6 @@ class Boosting:
 
 def describe_weights(ctx: Context, names: Sequence[str], history: Sequence[Tensor]) -> None:
     """Each client's share of all weight over the epochs, and a warning when one has it all."""
-    import torch
-
     shares = torch.stack(list(history)).cpu()
     shares = shares / shares.sum(1, keepdim=True)
     every = max(1, len(shares) // parts.diagnosis.MOST_POINTS)

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
@@ -129,8 +130,6 @@ class DAFL(Method[DAFLConfig]):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1 of DAFL: generator and student, step by step together."""
-        import torch
-
         config = self.config
         total = config.epochs * config.steps
         passes = {"match": total, "stored": total, "features": total}
@@ -172,7 +171,7 @@ class DAFL(Method[DAFLConfig]):
                 student,
                 images,
                 steps.distill.soften(logits, config.temperature),
-                config.lr * parts.students.rate(config.schedule, stage.progress, milestones=(0.4, 0.8)),
+                config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress, milestones=(0.4, 0.8)),
                 temperature=config.temperature,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
@@ -194,8 +193,6 @@ class DAFL(Method[DAFLConfig]):
 
 def generator_loss(config: DAFLConfig, ensemble: Ensemble, x: Tensor) -> list[Tensor]:
     """L_oh + α L_a + β L_ie: the total, its terms before weighting, and the ensemble's logits."""
-    import torch
-
     activation = torch.zeros((), device=x.device)
     if config.weight_activation:
         all_logits, features = steps.teachers.logits_and_features_of(ensemble, x)

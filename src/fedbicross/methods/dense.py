@@ -15,6 +15,7 @@ from pydantic import Field
 
 from fedbicross import parts, steps
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ReplayConfig
@@ -141,8 +142,6 @@ def generator_loss(
     config: DENSEConfig, ensemble: Ensemble, student: Student, x: Tensor, labels: Tensor
 ) -> list[Tensor]:
     """L_gen = L_CE + λ₁ L_BN + λ₂ L_div: the total, and its terms before weighting."""
-    import torch
-
     if config.matches_batchnorm:
         logits, bn_losses = steps.teachers.logits_and_bn_loss_of(ensemble, x)
         batch_norm = steps.inversion.reduce_bn_loss(bn_losses, ensemble.has_batchnorm, "mean")

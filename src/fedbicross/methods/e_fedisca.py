@@ -15,6 +15,7 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import ShotsConfig
@@ -158,7 +159,7 @@ class EFedISCA(Method[EFedISCAConfig]):
 
         stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=log)
         for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
-            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
             log.step += 1
             log.curves.add(log.step, distillation=loss)
@@ -201,8 +202,6 @@ class EFedISCA(Method[EFedISCAConfig]):
 
     def _noise(self, ctx: Context) -> Tensor:
         """The pool of structured noise N'; made in pieces, the same on every resume."""
-        import torch
-
         pieces = []
         for start in range(0, self.config.noise_images, 1000):
             count = min(1000, self.config.noise_images - start)
@@ -222,8 +221,6 @@ class DistillationBatches:
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint: every step can be made alone."""
-        import torch
-
         kept = {} if self.statistics is None else engine.ensemble.statistics_to_tensors(self.statistics)
         return {**kept, "done": torch.tensor(self.done)}
 
@@ -251,8 +248,6 @@ class MixupBatches:
     def __init__(
         self, epoch: int, stored: Tensor | None, noise: Tensor | None, config: EFedISCAConfig, ctx: Context
     ) -> None:
-        import torch
-
         self.stored, self.noise = stored, noise
         pixels = config.batch * ctx.task.image_size**2
         self.together = max(1, min(TOGETHER, MOST_PIXELS // pixels))

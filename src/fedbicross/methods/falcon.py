@@ -15,6 +15,7 @@ from pydantic import Field
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.models import encoders
@@ -138,8 +139,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """What leaves the hospital: a classifier, and synthetic sequences or their generator; never a real token."""
-        import torch
-
         config, classes = self.config, len(ctx.task.classes)
         tokens, labels = parts.features.tokens(config, client, ctx), torch.from_numpy(client.labels)
         rows, _ = parts.heads.hold_out_rows(client, ctx)
@@ -173,8 +172,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def check_upload(self, upload: Upload) -> None:
         """Refuse an upload that holds anything but the declared tensors, in their shapes, finite."""
-        import torch
-
         self.check_extra(upload)
         extra, classes = upload.extra, len(upload.task.classes)
         dim, length, form = extra.get("dim"), extra.get("tokens"), extra.get("form")
@@ -211,12 +208,9 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Section 2.6: all sequences together, all classifiers as teachers, one global classifier."""
-        import torch
-
         config, classes = self.config, len(ctx.task.classes)
         encoder = parts.features.same_encoder(uploads)
         for upload in uploads:
-            self.check_upload(upload)
             if any(upload.extra[key] != uploads[0].extra[key] for key in ("dim", "tokens")):
                 raise UploadError("falcon_manifest", f"{upload.client!r}: sequences of another shape than the others'")
         dim = int(uploads[0].extra["dim"])
@@ -249,8 +243,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def _weights(self, uploads: Sequence[Upload], labels: Sequence[Tensor], classes: int, place: str) -> Tensor | None:
         """w_n of Eq. 10, where teachers are not alike."""
-        import torch
-
         if self.config.teachers == "uniform":
             return None
         if self.config.teachers == "class":
@@ -261,8 +253,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
         """A client's synthetic sequences: as sent, or made here from its generator."""
-        import torch
-
         if upload.extra["form"] == "sequences":
             return upload.tensors["sequences"], upload.tensors["labels"]
         generator = self.generator_of(upload)
@@ -298,8 +288,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         head = str(reply.info["head"])
         if not self.config.personal:
             return Predictor(ctx.task, (head,), (dict(reply.tensors),), encoder=description)
-        import torch
-
         tokens, labels = parts.features.tokens(self.config, client, ctx), torch.from_numpy(client.labels)
         _, held_out = parts.heads.hold_out_rows(client, ctx)
         tuned = self._tuned(client, reply.tensors, tokens, ctx)
@@ -326,8 +314,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def _tuned(self, client: Client, start: Mapping[str, Tensor], tokens: Tensor, ctx: Context) -> dict[str, Tensor]:
         """The global classifier, trained on with real sequences under its own guidance (Eq. 13 with one teacher)."""
-        import torch
-
         config, classes, labels = self.config, len(ctx.task.classes), torch.from_numpy(client.labels)
         rows, held_out = parts.heads.hold_out_rows(client, ctx)
         head = parts.heads.classifier(config, tokens.shape[2], classes)

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
@@ -30,8 +31,6 @@ class FedAvgConfig(MethodConfig):
 
 def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
     """Weighted mean of every tensor, statistics included; integer counters keep their type."""
-    import torch
-
     share = torch.tensor(weights, dtype=torch.float64)
     share = share / share.sum()
     return {

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from fedbicross import engine, parts, steps
 from fedbicross.bundle import validate
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import SynthesisConfig
@@ -160,8 +161,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
         upload = parts.teachers.send_network(client, ctx, self.config.weighted)
         if not self._pacfl:
             return upload
-        import torch
-
         ctx.record.warn("clustering=pacfl sends principal directions of the images: data-dependent, more can leak")
         images = engine.device.normalise(engine.device.to_device(client.images, "cpu"))
         signature = steps.clustering.subspace_signature(images, torch.from_numpy(client.labels))
@@ -199,8 +198,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
         self, teacher: Teacher, uploads: Sequence[Upload], signatures: Sequence[Tensor], ctx: Context
     ) -> tuple[Clustering, Tensor]:
         """Group clients that answer noise alike; also their answers, for similarity weights."""
-        import torch
-
         config, clustering = self.config, steps.clustering
         rng = ctx.torch_rng("probes", device=ctx.device)
         probes = torch.randn((config.probes, *ctx.task.image_shape), generator=rng, device=ctx.device)
@@ -231,8 +228,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
     def _describe_clusters(
         self, found: Clustering, teacher: Teacher, probes: Tensor, names: Sequence[str], ctx: Context
     ) -> None:
-        import torch
-
         with torch.no_grad():
             probabilities = teacher.ensemble.logits(probes).softmax(-1)
         rows = [[name[:40], label] for name, label in zip(names, found.labels, strict=True)]
@@ -265,7 +260,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
         stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=logs)
         trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
         for _, samples in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
-            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             losses = both_levels.step(samples, lr)  # lines 14 and 15: Eqs. 7 and 8
             weights.note()
             for log, sample, loss in zip(logs, samples, losses, strict=True):
@@ -280,8 +275,6 @@ class FedBiCross(Method[FedBiCrossConfig]):
 
     def _both_levels(self, students: Sequence[Student], weights: Tensor, ctx: Context) -> CrossCluster:
         """The step of Eqs. 7 and 8; with one cluster, or fixed weights, of Eq. 7 alone."""
-        import torch
-
         config = self.config
         rows = steps.bilevel.split_batch(config.batch, len(ctx.task.classes), config.validation_share)
         train, held_out = (torch.tensor(part, device=ctx.device) for part in rows)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import parts, steps
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
@@ -139,7 +139,7 @@ class FedISCA(Method[FedISCAConfig]):
         stage = ctx.stage("distillation", label, total, student=student, watch=log, memory=memory, pool=pool)
         source = partial(self._source, teacher, pool, ctx)
         for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
-            lr = config.lr * parts.students.rate(config.schedule, stage.progress)
+            lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
             for earlier in memory.exchange(sample):  # statistics stay those of the newest images
                 parts.students.learn(student, earlier, config, lr, track=False)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import models, parts, steps
+from fedbicross import engine, models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.models import priors
@@ -98,11 +99,7 @@ class FedLMG(Method[FedLMGConfig]):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
-        import torch
-
         priors.check(self.config.prior)
-        for upload in uploads:
-            self.check_upload(upload)
         if self.config.prior == "gaussian":
             ctx.record.warn("fedlmg ran with the stand-in prior: smooth blobs, not the images of a diffusion model")
         names = [upload.client for upload in uploads]
@@ -129,8 +126,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _draw(self, client: Ensemble, name: str, ctx: Context) -> tuple[Tensor, Tensor]:
         """Images of every class that this client steered; all are kept, since they are the costly part."""
-        import torch
-
         config, prior_steps, images = self.config, steps.diffusion_prior, steps.sources.Batches()
         labels = torch.arange(len(ctx.task.classes), device=ctx.device).repeat(config.images_per_class)
         batches = torch.split(labels, config.batch_synthesis)
@@ -153,8 +148,6 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _soft_labels(self, teachers: Ensemble, images: Tensor, owners: Tensor) -> Tensor | None:
         """What the student is taught beside the labels; nothing when it is only fine-tuned."""
-        import torch
-
         if self.config.aggregation == "fine_tune":
             return None
         with torch.no_grad():
@@ -166,20 +159,17 @@ class FedLMG(Method[FedLMGConfig]):
 
     def _train(self, images: Tensor, labels: Tensor, soft: Tensor | None, ctx: Context) -> Student:
         """SGD on all images: cross-entropy, and distillation where there are soft labels."""
-        import torch
-        import torch.nn.functional as F
-
         config = self.config
         student = parts.students.new_student(ctx, 0, config.epochs * len(images) // config.batch)
         stage = ctx.stage("student", "fedlmg: student", config.epochs, student=student)
         for epoch in stage.steps():
-            rate = config.lr * steps.distill.cosine(stage.progress)
+            rate = config.lr * engine.recipe.lr_multiplier("cosine", stage.progress)
             order = torch.randperm(len(images), generator=ctx.torch_rng("student", "order", str(epoch))).to(ctx.device)
             # A rest of one image has no batch statistics; it has its turn in another epoch.
             for rows in [part for part in torch.split(order, config.batch) if len(part) > 1]:
 
                 def loss_of(logits: Tensor, rows: Tensor = rows) -> Tensor:
-                    loss = F.cross_entropy(logits, labels[rows])
+                    loss = torch.nn.functional.cross_entropy(logits, labels[rows])
                     if soft is not None:
                         loss = loss + steps.distill.soft_kd_loss(logits, soft[rows], config.temperature)
                     return loss

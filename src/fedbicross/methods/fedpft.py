@@ -13,6 +13,7 @@ from pydantic import Field
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.models import encoders
@@ -93,8 +94,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """One mixture per class, put one after the other; ``classes`` says which component is whose."""
-        import torch
-
         config = self.config
         x = parts.pooled.features(config, client, ctx)
         counts = client.class_counts(len(ctx.task.classes))
@@ -123,8 +122,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         return Upload(client.name, ctx.task_of(client), tensors, class_counts=sent, extra=extra)
 
     def _pack(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        import torch
-
         dtype = getattr(torch, self.config.precision)
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         joined |= {"weights": joined["weights"].float()}
@@ -138,8 +135,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def check_upload(self, upload: Upload) -> None:
         """Mixtures only: known names and shapes, finite, positive spreads, weights that sum to 1, counts to match."""
-        import torch
-
         self.check_extra(upload)
         if upload.extra.get("covariance", self.config.covariance) != self.config.covariance:
             raise UploadError("manifest", f"{upload.client!r} sent mixtures with another covariance than agreed on")
@@ -176,8 +171,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
                 raise UploadError("bad_weights", f"{upload.client!r}: the weights of class {label} do not sum to 1")
 
     def _positive(self, scales: Tensor, width: int) -> bool:
-        import torch
-
         if self.config.covariance == "full":  # only the diagonal of a Cholesky factor has a sign to keep
             index = torch.arange(1, width + 1)
             scales = scales[:, index * (index + 1) // 2 - 1]
@@ -189,9 +182,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def synthetic_tokens(self, upload: Upload, ctx: Context) -> tuple[Tensor, Tensor]:
         """Features [m,1,D] drawn from a client's mixtures, as many per class as it has images, and labels [m]."""
-        import torch
-
-        self.check_upload(upload)
         drawn = [upload.tensors["means"].float()[:0]]
         labels = [torch.zeros(0, dtype=torch.int64)]
         rng = ctx.torch_rng("mixture samples", upload.client)
@@ -213,11 +203,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Draw features from every mixture and train one linear head on all of them."""
-        import torch
-
         config, classes = self.config, len(ctx.task.classes)
-        for upload in uploads:
-            self.check_upload(upload)
         given = [upload for upload in uploads if upload.tensors]
         if not given:
             raise MethodError("nothing_sent", "no client has enough images of any class; lower smallest_group")
@@ -252,8 +238,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def _mask(self, weight: Tensor, bias: Tensor, counts: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """A class that nobody sent gets probability 0 rather than what its random start happens to say."""
-        import torch
-
         absent = counts == 0
         names = [name for name, gone in zip(ctx.task.classes, absent.tolist(), strict=True) if gone]
         if names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedbicross.context import Context
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
@@ -28,7 +29,5 @@ class Majority(Method[MethodConfig]):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The client's class shares, as probabilities."""
-        import torch
-
         counts = torch.tensor(client.class_counts(len(ctx.task.classes)), dtype=torch.float32)
         return Predictor(ctx.task, constant=counts / counts.sum())

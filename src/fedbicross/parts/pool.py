@@ -11,9 +11,10 @@ import torch
 from fedbicross import models
 from fedbicross.engine.fast import recorded, run_on_streams, scalar
 from fedbicross.engine.images import grid_png
+from fedbicross.engine.recipe import lr_multiplier
 from fedbicross.errors import MethodError
 from fedbicross.parts.diagnosis import Curves
-from fedbicross.parts.students import new_student, rate
+from fedbicross.parts.students import new_student
 from fedbicross.steps.augment import cutmix as put_in_box
 from fedbicross.steps.augment import draw_boxes, draw_views, turn_and_mirror, zoomed
 from fedbicross.steps.distill import soft_kd_loss
@@ -161,7 +162,8 @@ def distil(
     step_once = recorded(student.captured, "learn from the pool", learn, student.in_place, ctx.fast)
     stage = ctx.stage("distillation", "student", total, student=student, curves=curves)
     for step in stage.steps():
-        (loss,) = step_once(*pages.at(step), scalar(lr * rate(schedule, stage.progress), ctx.device))
+        now = scalar(lr * lr_multiplier(schedule, stage.progress), ctx.device)
+        (loss,) = step_once(*pages.at(step), now)
         curves.add(step + 1, distillation=loss)
     if not student.finite:
         raise MethodError("diverged", "the student's weights are no longer finite; lower its lr, or lr_synthesis")

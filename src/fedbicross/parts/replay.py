@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedbicross.context import Context
 from fedbicross.engine.fast import recorded
+from fedbicross.engine.recipe import lr_multiplier
 from fedbicross.messages import Upload
 from fedbicross.parts.settings import ReplayConfig
-from fedbicross.parts.students import learn_soft, new_student, rate
+from fedbicross.parts.students import learn_soft, new_student
 from fedbicross.parts.synthesis_log import GeneratorLog
 from fedbicross.parts.teachers import load_ensemble
 from fedbicross.steps import adversarial, generators
@@ -143,7 +144,7 @@ class Replay:
             self.student,
             images,
             soft,
-            config.lr * rate(config.schedule, progress),
+            config.lr * lr_multiplier(config.schedule, progress),
             temperature=config.temperature,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
@@ -161,7 +162,7 @@ class Replay:
         return recorded(self.captured, f"ask {tuple(images.shape)}", step, [], self.ctx.fast)(images)[0]
 
     def describe(self, hints: Mapping[str, str]) -> None:
-        """At the end: what there is to say of the last batch, and of the student."""
+        """At the end: diagnosis of the last batch and of the student."""
         last = self.pool.batch(-1)
         logits = adversarial.weighted_logits(self.ask(last["images"]), self.weights)
         self.log.describe(last["images"], last["labels"], logits, self.student, hints)

@@ -1,4 +1,4 @@
-"""Students: how they start, how they learn from soft labels, and what becomes of them."""
+"""Students: initialisation, SGD steps towards soft labels, and the finished student at the client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedbicross.engine.fast import recorded, scalar
 from fedbicross.engine.student import Student
 from fedbicross.messages import Predictor, Reply
 from fedbicross.parts.settings import SynthesisConfig
-from fedbicross.steps.distill import cosine, multi_step, soft_kd_loss
+from fedbicross.steps.distill import soft_kd_loss
 from fedbicross.steps.generators import clipped
 from fedbicross.steps.trajectory import Sample, sample_loss
 
@@ -67,13 +67,6 @@ def learn_soft(
 
     inputs = (images, soft, scalar(lr, student.device))
     return recorded(student.captured, "learn", step, student.in_place, student.fast)(*inputs)[0]
-
-
-def rate(schedule: str, progress: float, milestones: tuple[float, ...] = (0.5, 0.75)) -> float:
-    """Learning-rate multiplier at ``progress`` from 0 to 1."""
-    if schedule == "step":
-        return multi_step(progress, milestones)
-    return cosine(progress) if schedule == "cosine" else 1.0
 
 
 def global_student(reply: Reply, ctx: Context) -> Predictor:

@@ -1,4 +1,4 @@
-"""Progress of a synthesis or a generator: curves and pictures on the way, and at its end what there is to say of it."""
+"""Logs of a synthesis or a generator: loss curves and images on the way, a diagnosis and warnings at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbicross.steps.trajectory import Sample, Teacher
 
 
 class SynthesisLog:
-    """Progress, curves and pictures of one synthesis, and at its end what there is to say about it."""
+    """Curves and images of one synthesis, and a diagnosis at its end."""
 
     moment = "step"  # what a column of the strip is
 
@@ -79,7 +79,7 @@ class SynthesisLog:
 
 
 class GeneratorLog(SynthesisLog):
-    """Progress, curves and pictures of a generator and its student, and at the end what there is to say."""
+    """Curves and images of a generator and its student, and a diagnosis at the end."""
 
     moment = "epoch"
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedbicross import steps
+from fedbicross import pipeline, steps
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress, Silent, Task
 from fedbicross.data import test_images
 from fedbicross.engine.images import grid_png
 from fedbicross.errors import ConfigError, RunError, nearest
-from fedbicross.evaluate import costs, generation_costs, mmd, reconstruction
+from fedbicross.evaluate import costs, mmd, reconstruction
 from fedbicross.messages import Client, Upload, file_name
 from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.runs.config import RunConfig, check, read_toml
@@ -93,6 +93,7 @@ def audit(
             for client in _clients(everyone, clients):
                 progress.say(f"== {spec}, {client.name}")
                 upload, size = _upload(folder, scope, client)
+                pipeline.check_upload(config.build(spec), upload, task)
                 if key not in attacks:
                     tokens = _as_sent(method, ctx.features(own, views))
                     attacks[key] = _attacker(own, tokens, settings, ctx)
@@ -219,16 +220,16 @@ def _cost(method: SyntheticFeatures, upload: Upload, synthetic: Tensor) -> dict[
     """Fig. 5 and section 3.6."""
     count, length, width = synthetic.shape
     found: dict[str, Any] = {
-        "sequences_bytes": generation_costs.sequence_bytes(count, length, width),
+        "sequences_bytes": costs.sequence_bytes(count, length, width),
         "flops_per_sample": method.sample_flops(upload),
     }
     generator = method.generator_of(upload)
     if generator is not None:
-        size = generation_costs.module_bytes(generator)
+        size = costs.module_bytes(generator)
         found |= {
             "generator_bytes": size,
-            "break_even_sequences": generation_costs.break_even(size, length, width),
-            "cheaper": generation_costs.upload_size(count, length, width, size).cheaper,
+            "break_even_sequences": costs.break_even(size, length, width),
+            "cheaper": costs.upload_size(count, length, width, size).cheaper,
             "sent": upload.extra.get("form"),
         }
     return found

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Remembering:
-    """Another progress that also knows which piece of work was begun last, for the error that may follow."""
+class RememberLast:
+    """Wraps a progress and remembers which work started last, for error messages."""
 
     def __init__(self, inner: Progress) -> None:
         self.inner, self.last = inner, "reading the data"

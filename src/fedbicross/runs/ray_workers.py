@@ -1,11 +1,11 @@
-"""The cells of a run, seed by seed and method by method, spread over processes or machines.
+"""A run as jobs, one for each seed and method, that Ray's workers or this process carry out.
 
 Each job is a small run in a folder of its own under ``<out>.parts``; at the end their files are put together and the
-ordinary ``resume`` makes the results from them. So the engine cannot change a result, and a killed spread goes on where
+ordinary ``resume`` makes the results from them. So the engine cannot change a result, and a killed run goes on where
 it stopped. Training alone comes first in every seed, in all of its ways at once: its networks are those that all other
 methods of that seed share, and the best of them is what they are measured against.
 
-With Ray the cells run wherever its workers are. All of them must see the run's folder and the data under the same path,
+With Ray the jobs run wherever its workers are. All of them must see the run's folder and the data under the same path,
 as on one machine or a shared disk.
 """
 
@@ -48,7 +48,7 @@ class Job:
 
 
 def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progress | None = None) -> dict[str, Any]:
-    """The results of ``runner.run``, with the cells spread over ``engine``."""
+    """The results of ``runner.run``, with the jobs carried out by ``engine``."""
     progress = progress or Silent()
     if config.data.name.startswith("python:"):
         raise ConfigError("engine", "a run on arrays from Python cannot be spread; save them as an .npz file first")
@@ -69,7 +69,7 @@ def run(config: RunConfig, out: Path, engine: Engine = "local", progress: Progre
 
 
 def jobs(config: RunConfig, parts: Path) -> tuple[list[Job], list[Job]]:
-    """What can run at once from the start, and what can run at once after that."""
+    """The jobs that can start at once, and those that need the results of the first."""
     specs = config.all_methods()
     local = local_baselines(specs)
     if not local:  # nothing that methods could share: a job is a whole seed
@@ -93,7 +93,7 @@ def _only(config: RunConfig, seed: int, specs: Sequence[str]) -> RunConfig:
 
 
 def _begin(folder: Path, config: RunConfig, sources: Sequence[Path]) -> None:
-    """A run's folder that holds the finished work of others; config.toml comes last, as it marks a run."""
+    """A run's folder with the finished files of other runs; config.toml is written last, as it marks a run."""
     if (folder / "config.toml").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ Predictions = Mapping[str, np.ndarray]  # probabilities [n,C] of each client's m
 
 @dataclass(frozen=True)
 class Alone:
-    """Training alone as the bar of one seed: which way of it, its scores by client, and its predictions."""
+    """Local training that the methods of one seed are measured against: its name, scores by client, and predictions."""
 
     spec: str
     scores: Sequence[Mapping[str, Any]]
@@ -168,7 +168,7 @@ def make_row(
 
 
 def _travel(method: Method[Any], client: Client, ctx: Context) -> dict[str, int]:
-    """Bytes that left and came back for this client, over all rounds."""
+    """Upload and reply bytes of this client, over all rounds."""
     if method.pools_data:  # what would have to be sent
         return {"upload_bytes": int(client.images.nbytes + len(client.labels)), "reply_bytes": 0}
     if method.rounds == 1:

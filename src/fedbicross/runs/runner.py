@@ -30,7 +30,7 @@ from fedbicross.federation import records, simulate
 from fedbicross.messages import Client
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
-from fedbicross.runs.progress import Remembering
+from fedbicross.runs.progress import RememberLast
 from fedbicross.runs.rows import (
     Alone,
     choose_alone,
@@ -196,7 +196,7 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     set_precision(prepared.precision)
-    progress = watched = Remembering(progress)
+    progress = watched = RememberLast(progress)
     try:
         rows: list[dict[str, Any]] = []
         summary = _header(prepared)

@@ -61,7 +61,7 @@ class DiskStore:
             self._sweep({old.st_ino})
 
     def drop(self, prefix: str) -> None:
-        """Forget a name, or every name in a folder, and the content that nothing names any more."""
+        """Forget a name, or every name in a folder, and the content that no name refers to any more."""
         path = self.root / prefix
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else []
         inodes = {file.stat().st_ino for file in files}
@@ -117,7 +117,7 @@ class RunFolder:
             os.close(lock)
 
     def clean(self) -> None:
-        """Mend what a kill may have left: temporary files, content without a name, and a cut last line of the log."""
+        """Clean up what a kill may have left: temporary files, content without a name, a cut last line of the log."""
         log = self.path / "events.jsonl"
         try:
             if log.exists() and not log.read_bytes().endswith(b"\n"):

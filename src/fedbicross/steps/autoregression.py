@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 Scheme = Literal["mar", "ar", "nar"]
 
@@ -257,8 +258,6 @@ class TokenGenerator(nn.Module):
     @property
     def flops(self) -> int:
         """Operations of one pass over one sequence."""
-        from torch.utils.flop_counter import FlopCounterMode
-
         place = self.mixture.weight.device
         tokens, label = torch.zeros(1, self.length, self.dim, device=place), torch.zeros(1, device=place).long()
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -104,7 +104,7 @@ class CrossCluster:
 
 
 class WeightsOverTime:
-    """w [K,K], changed in place elsewhere, and what it was at the beginning and at a hundred moments of T steps."""
+    """w [K,K], which the steps change in place, and its values at the start and at a hundred of the T steps."""
 
     def __init__(self, now: Tensor, steps: int) -> None:
         self.now, self.steps, self.done = now, steps, 0

@@ -90,7 +90,7 @@ class GaussianPrior:
         return torch.randn(count, 3, self.size, self.size, generator=generator, device=generator.device).to(self.device)
 
     def clean(self, latents: Tensor, step: int, texts: Sequence[str]) -> Tensor:
-        """The Wiener filter √ᾱ P / (ᾱ P + 1 − ᾱ); it cannot read."""
+        """The Wiener filter √ᾱ P / (ᾱ P + 1 − ᾱ); texts are ignored."""
         del texts
         level = self.level(step)
         gain = level**0.5 * self.power / (level * self.power + 1 - level)

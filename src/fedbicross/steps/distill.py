@@ -6,7 +6,6 @@ smaller. Here every distillation loss carries τ².
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
 
 import torch.nn.functional as F
@@ -15,17 +14,15 @@ from torch import Tensor
 from fedbicross.engine.combine import Combination, class_weights, combine_logits, soften
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
 __all__ = [
     "Combination",
     "PersonalLoss",
     "class_weights",
     "combine_logits",
-    "cosine",
     "kd_loss",
     "mixed_kd_loss",
-    "multi_step",
     "noise_level",
     "personal_loss",
     "soft_kd_loss",
@@ -91,13 +88,3 @@ def personal_loss(
     from_client = kd_loss(logits, client_logits, temperature)
     total = cross_entropy + gamma * from_cluster + delta * from_client
     return PersonalLoss(total, cross_entropy, from_cluster, from_client)
-
-
-def multi_step(progress: float, milestones: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> float:
-    """Learning-rate multiplier at `progress` in [0,1): times `factor` from each milestone on (FedISCA: 50 and 75 %)."""
-    return factor ** sum(progress >= milestone for milestone in milestones)
-
-
-def cosine(progress: float) -> float:
-    """Learning-rate multiplier from 1 at progress 0 to 0 at progress 1."""
-    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedbicross.engine.device import autocast
 
@@ -250,8 +251,6 @@ def changed(x: Tensor, kind: Augment, flips: Tensor, offsets: Tensor) -> Tensor:
 @cache
 def forward_flops(settings: GeneratorSettings, channels: int, image_size: int) -> int:
     """Operations of making one image; counted on meta tensors, so nothing is computed."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with torch.device("meta"):
         network = _Network(settings, channels, image_size)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedbicross.errors import DataError
 from fedbicross.steps.diffusion_prior import ddim_step
@@ -73,8 +74,6 @@ class LatentDiffusion:
     @cached_property
     def flops(self) -> int:
         """Operations of one guess (with and without text) and one decoding of one image, counted."""
-        from torch.utils.flop_counter import FlopCounterMode
-
         latents = self.noise(1, torch.Generator())
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             self.decode(self.clean(latents, 0, [""]))

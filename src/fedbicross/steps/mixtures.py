@@ -13,6 +13,8 @@ from typing import Literal, assert_never
 
 import numpy as np
 import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
 Covariance = Literal["diag", "spherical", "full"]
@@ -63,9 +65,6 @@ def fit_mixture(
     ``floor`` is added to every variance. A component that came to rest on fewer than ``smallest_group`` samples would
     publish their mean, in the extreme one patient's feature: then the fit is made again with fewer components.
     """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.mixture import GaussianMixture
-
     x = np.ascontiguousarray(features, dtype=np.float64)
     count = component_count(len(x), len(np.unique(x, axis=0)), components, per_component)
     while True:

@@ -84,7 +84,7 @@ def logits_and_features_of(ensemble: Ensemble, x: Tensor) -> tuple[Tensor, list[
 def _by_groups(
     ensemble: Ensemble, x: Tensor, call: Callable[[Ensemble, Tensor], tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    """What ``call`` says of each group of ``ensemble.at_once`` clients; with several, activations are made twice."""
+    """``call`` for each group of ``ensemble.at_once`` clients; with several groups, activations are made twice."""
     groups = ensemble.groups()
     if len(groups) == 1:
         return [call(ensemble, x)]

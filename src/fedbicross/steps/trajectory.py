@@ -42,7 +42,7 @@ def sample_loss(logits: Tensor, sample: Sample, temperature: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Teacher:
-    """An ensemble of clients and how it speaks: combination, temperature, adaptation."""
+    """An ensemble of clients and how its soft labels are made: combination, temperature, adaptation."""
 
     ensemble: Ensemble
     temperature: float = 20.0
@@ -68,7 +68,7 @@ class Teacher:
         return [self.original(x), self.adapted(x, batches=batches)]
 
     def soft_labels(self, x: Tensor, lam: float, statistics: Statistics | None = None) -> tuple[Tensor, Tensor, float]:
-        """Both soft labels and the noise level; a teacher whose weight is 0 is not asked."""
+        """Both soft labels and the noise level; a teacher whose weight is 0 is not computed."""
         if self.adaptation == "none" or lam <= 0:
             (original,) = self._ask("original", lambda x: [self.original(x)], x)
             return original, original, 0.0
@@ -156,7 +156,7 @@ class Trajectory:
         tensors: Mapping[str, Tensor],
         convention: Literal["paper", "released"] = "paper",
     ) -> Trajectory:
-        """Go on from what ``tensors`` gave; with ``ema``, or from elsewhere, it is made again, to the same bytes."""
+        """Go on from what ``tensors`` gave; with ``ema``, or from a worker, it is made again to the same bytes."""
         inversion = Inversion(teacher.ensemble, settings, tensors)
         return cls(teacher, settings, inversion, convention, int(tensors["done"]))
 
@@ -170,7 +170,7 @@ class Trajectory:
 
     def _streamed(self) -> Iterator[Sample]:
         while self.done < self.settings.steps:
-            while self.inversion.t < self.done:  # of a trajectory made elsewhere only the beginning was kept
+            while self.inversion.t < self.done:  # of a trajectory made by a worker only the start was kept
                 self.inversion.step()
             loss = self.inversion.step()
             self.done += 1

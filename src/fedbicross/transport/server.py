@@ -133,7 +133,7 @@ def fuse_received(
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
         if engine == "ray":  # before any work: the package may be missing
-            from fedbicross.engine.workers import Workers
+            from fedbicross.engine.workers import Workers  # torch comes with it
 
             ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)
@@ -155,7 +155,7 @@ def _fuse(federation: FederationFile, uploads: list[Upload], ctx: Context) -> di
     method, name = federation.build(), f"{SCOPE}/server"
     with ctx.workers or nullcontext():
         replies = pipeline.fuse(method, uploads, ctx, name)
-        if ctx.workers is not None and not ctx.workers.hands:
+        if ctx.workers is not None and not ctx.workers.actors:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
     say_warnings(ctx, "fuse", name)
     return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}

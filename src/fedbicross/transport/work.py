@@ -10,6 +10,7 @@ from pathlib import Path
 from fedbicross import engine
 from fedbicross.context import Context, Progress, Silent
 from fedbicross.errors import RunError
+from fedbicross.lazy_torch import torch
 from fedbicross.runs.store import RunFolder
 from fedbicross.transport.federation_file import FederationFile
 
@@ -45,8 +46,6 @@ def work_folder(path: Path) -> Iterator[RunFolder]:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether torch says that the GPU is full."""
-    import torch
-
     return isinstance(error, torch.OutOfMemoryError)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 from fedbicross.errors import MethodError
 from fedbicross.steps.clustering.kmeans import cluster
@@ -59,8 +60,6 @@ def choose_k(
         share = float(np.square(points[0] - points[1]).sum() / max(np.square(points).sum(), np.finfo(np.float64).tiny))
         k = 2 if share > 0.5 and k_max >= 2 else 1
         return ChosenK(k, f"two clients whose outputs differ by {share:.2f} (two clusters above 0.50)", [])
-    from sklearn.metrics import silhouette_score  # about a second to import, and only the server needs it
-
     largest = min(k_max, clients - 1, distinct_points(euclidean_distances(points)))
     evidence: list[dict[str, object]] = []
     best, best_silhouette = 1, -np.inf
@@ -85,8 +84,6 @@ def choose_k(
 
 
 def _stability(features: Tensor, k: int, seed: int, block: int, resamples: int) -> float:
-    from sklearn.metrics import adjusted_rand_score
-
     blocks = features.shape[1] // block
     if blocks < 2:
         return 1.0  # nothing to resample: one noise image cannot contradict itself

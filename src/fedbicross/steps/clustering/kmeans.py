@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 from torch import Tensor
 
 from fedbicross.errors import MethodError
@@ -97,9 +99,6 @@ def _points(features: Tensor) -> Matrix:
 def _kmeans(points: Matrix, k: int, seed: int) -> list[int]:
     if k == 1:
         return [0] * len(points)
-    from sklearn.cluster import KMeans  # about a second to import, and only the server needs it
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
-
     # A few dozen points: threads only wait for one another, and their number must not decide the last digit.
     with threadpool_limits(1):
         labels = KMeans(n_clusters=k, init="k-means++", n_init=10, random_state=seed).fit(points).labels_

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from sklearn.cluster import AgglomerativeClustering
 
 from fedbicross.steps.clustering.kmeans import centred_gram, flatten_weights
 from fedbicross.steps.clustering.partition import Clustering, Matrix, canonical_labels, feasible_k
@@ -24,8 +25,6 @@ def agglomerate(distances: Matrix, k: int | None = None, threshold: float | None
         k, warnings = feasible_k(k, distances)
     if len(distances) == 1:
         return Clustering((0,), warnings)
-    from sklearn.cluster import AgglomerativeClustering  # about a second to import, and only the server needs it
-
     model = AgglomerativeClustering(n_clusters=k, distance_threshold=threshold, metric="precomputed", linkage="average")
     return Clustering(canonical_labels(model.fit(distances).labels_), warnings)
 

@@ -1,0 +1,17 @@
+from .agreement import ClusterAgreement as ClusterAgreement
+from .agreement import cluster_agreement as cluster_agreement
+from .agreement import pairwise_kl as pairwise_kl
+from .agreement import soft_label_entropy as soft_label_entropy
+from .count import ChosenK as ChosenK
+from .count import choose_k as choose_k
+from .kmeans import centroids as centroids
+from .kmeans import cluster as cluster
+from .kmeans import kmeans_parameters as kmeans_parameters
+from .kmeans import prediction_matrix as prediction_matrix
+from .linkage import agglomerate as agglomerate
+from .linkage import hierarchical_updates as hierarchical_updates
+from .partition import Clustering as Clustering
+from .partition import canonical_labels as canonical_labels
+from .subspaces import pacfl as pacfl
+from .subspaces import principal_angles as principal_angles
+from .subspaces import subspace_signature as subspace_signature

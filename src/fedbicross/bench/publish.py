@@ -34,7 +34,9 @@ def render(names: Sequence[str | Path], form: str, out: Path, to: Path | None = 
     published = table.comparisons(suites, found, reasons())
     if form == "html":
         return page.render(suites, found, published, out, to)
-    return {"md": table.markdown, "csv": table.as_csv, "latex": table.latex}[form](found, published)
+    if form == "md":
+        return table.markdown(found, published, table.missing_data(suites, found))
+    return table.as_csv(found, published) if form == "csv" else table.latex(found, published)
 
 
 def _whole(to: Path, text: str, form: str) -> str:

@@ -93,13 +93,18 @@ class Published(Settings):
 
     table: str = Field(description="its number in the paper")
     page: int | None = Field(None, description="where the text at hand tells it")
-    columns: list[str] = Field(min_length=1, description="data partition clients, e.g. bloodmnist dirichlet:0.1 5")
+    columns: list[str] = Field(
+        min_length=1,
+        description="data partition clients, e.g. bloodmnist dirichlet:0.1 5; a + between partitions: mean",
+    )
     client_models: list[str] = Field(default_factory=list)
-    metric: Literal["accuracy", "balanced_accuracy"] = "accuracy"
+    metric: Literal["accuracy", "balanced_accuracy", "mmd", "psnr", "ssim"] = Field(
+        "accuracy", description="cells hold the first two"
+    )
     protocol: Literal["global", "matched", "label_set"] | None = Field(
         None, description="how the paper evaluates; none: it does not say, and all three are compared"
     )
-    rows: dict[str, list[float]] = Field(description="percent, by method")
+    rows: dict[str, list[float]] = Field(description="by method; accuracies in percent")
 
     @model_validator(mode="after")
     def _rectangular(self) -> Published:
@@ -107,7 +112,8 @@ class Published(Settings):
             words = column.split()
             if len(words) != 3 or not words[2].isdigit():
                 raise ValueError(f"column {column!r}: expected data, partition and clients")
-            split_partition(words[1])
+            for partition in words[1].split("+"):
+                split_partition(partition)
         for method, values in self.rows.items():
             if len(values) != len(self.columns):
                 raise ValueError(f"table {self.table}, {method}: {len(values)} numbers for {len(self.columns)} columns")

@@ -80,6 +80,11 @@ class Group:
         return "IID" if self.partition == "iid" else f"{self.partition} {'' if self.alpha is None else self.alpha}"
 
     @property
+    def partition_text(self) -> str:
+        """``iid`` or ``dirichlet:0.1``, as suites write it."""
+        return self.partition if self.alpha is None else f"{self.partition}:{self.alpha:g}"
+
+    @property
     def name(self) -> str:
         """For a heading."""
         mixed = ", mixed networks" if "+" in self.models else ""
@@ -272,10 +277,11 @@ def comparisons(
     suites: Mapping[str, Suite], found: Sequence[Group], reasons: Sequence[Mapping[str, Any]] = ()
 ) -> list[Comparison]:
     """Every published number of these suites beside every stored group on the same federation, one for each budget."""
-    places: dict[tuple[str, str, int, bool], list[Group]] = {}
+    lines: dict[tuple[str, str, int, bool, str], list[tuple[str, Line]]] = {}
     for group in found:
-        skew = group.partition if group.alpha is None else f"{group.partition}:{group.alpha:g}"
-        places.setdefault((group.data, skew, group.clients, "+" in group.models), []).append(group)
+        for line in group.lines:
+            key = (group.data, group.partition_text, group.clients, "+" in group.models, line.method)
+            lines.setdefault(key, []).append((group.suite, line))
     out = []
     for name, suite in suites.items():
         for table in suite.published:
@@ -283,24 +289,45 @@ def comparisons(
                 for column, value in zip(table.columns, values, strict=True):
                     data, skew, clients = column.split()
                     mixed = bool(table.client_models)
-                    here = places.get((data, skew, int(clients), mixed), [])
-                    lines = [line for group in here for line in group.lines if line.method == method]
-                    fixed_part = (suite.paper or name, table.table, table.page, data, skew, int(clients), mixed)
-                    rest = (method, table.metric, table.protocol, value)
-                    if not lines:
-                        out.append(Comparison(*fixed_part, *rest, "", 0, {}, (), ""))
-                    for line in lines:
-                        ours = _ours(line, table.metric, table.protocol)
+                    parts = [lines.get((data, part, int(clients), mixed, method), []) for part in skew.split("+")]
+                    place = (suite.paper or name, table.table, table.page, data, skew, int(clients), mixed, method)
+                    what = (table.metric, table.protocol, value)
+                    made = _same_budget(parts)
+                    if not made or table.metric not in MEASURED:
+                        out.append(Comparison(*place, *what, "", 0, {}, (), ""))
+                        continue
+                    for budget, members in made.items():
+                        ours = _ours(members, table.metric, table.protocol)
                         within = tuple(p for p, mine in ours.items() if abs(mine - value) <= WITHIN)
-                        reason = "" if within else _reason(reasons, name, table.table, data, skew, method, line.budget)
-                        out.append(Comparison(*fixed_part, *rest, line.budget, len(line.seeds), ours, within, reason))
+                        reason = "" if within else _reason(reasons, name, table.table, data, skew, method, budget)
+                        seeds = min(len(line.seeds) for line in members)
+                        out.append(Comparison(*place, *what, budget, seeds, ours, within, reason))
     return out
 
 
-def _ours(line: Line, metric: str, protocol: str | None) -> dict[str, float]:
-    values = line.balanced if metric == "balanced_accuracy" else line.accuracy
-    wanted = PROTOCOLS if protocol is None else (protocol,)
-    return {name: 100 * mean for name in wanted if (mean := values[name].mean) is not None}
+MEASURED = ("accuracy", "balanced_accuracy")
+
+
+def _same_budget(parts: Sequence[Sequence[tuple[str, Line]]]) -> dict[str, list[Line]]:
+    """By budget (and suite, where several have it) one line for each part of a mean; only where none is missing."""
+    found: dict[tuple[str, str], list[Line]] = {}
+    for part in parts:
+        for suite, line in part:
+            found.setdefault((line.budget, suite), []).append(line)
+    whole = {key: members for key, members in found.items() if len(members) == len(parts)}
+    budgets = [budget for budget, _ in whole]
+    return {b if budgets.count(b) == 1 else f"{b} ({suite})": members for (b, suite), members in whole.items()}
+
+
+def _ours(lines: Sequence[Line], metric: str, protocol: str | None) -> dict[str, float]:
+    """Percent by protocol, the mean over these lines."""
+    found = {}
+    for name in PROTOCOLS if protocol is None else (protocol,):
+        values = [(line.balanced if metric == "balanced_accuracy" else line.accuracy)[name].mean for line in lines]
+        mean = stat(values)
+        if mean.mean is not None and mean.count == len(lines):
+            found[name] = 100 * mean.mean
+    return found
 
 
 def _reason(reasons: Sequence[Mapping[str, Any]], suite: str, *place: str) -> str:
@@ -355,8 +382,7 @@ def published_text(values: Sequence[Comparison]) -> str:
 
 def published_for(group: Group, line: Line, found: Sequence[Comparison]) -> list[Comparison]:
     """What papers report for a line."""
-    skew = group.partition if group.alpha is None else f"{group.partition}:{group.alpha:g}"
-    place = (group.data, skew, group.clients, "+" in group.models, line.method)
+    place = (group.data, group.partition_text, group.clients, "+" in group.models, line.method)
     return [c for c in found if (c.data, c.skew, c.clients, c.mixed, c.method) == place]
 
 
@@ -379,7 +405,21 @@ def line_cells(group: Group, line: Line, found: Sequence[Comparison]) -> list[st
     ]
 
 
-def markdown(found: Sequence[Group], published: Sequence[Comparison]) -> str:
+def missing_data(suites: Mapping[str, Suite], found: Sequence[Group]) -> list[str]:
+    """Data of these suites of which no cell is stored: not at hand where the cells were made, or not made yet."""
+    there = {(group.suite, group.data) for group in found}
+    begun = {group.suite for group in found}
+    return list(
+        dict.fromkeys(
+            entry.title or data
+            for name, suite in suites.items()
+            for data, entry in suite.data.items()
+            if name in begun and (name, data) not in there
+        )
+    )
+
+
+def markdown(found: Sequence[Group], published: Sequence[Comparison], missing: Sequence[str] = ()) -> str:
     """A heading and a table for each group, then the published numbers."""
     parts = []
     rule = [":---", *["---:"] * 11, *[":---"] * 3]
@@ -397,6 +437,9 @@ def markdown(found: Sequence[Group], published: Sequence[Comparison]) -> str:
         parts += [f"### Published numbers: {hits} of {len(measured)} within {WITHIN:g} points\n"]
         parts += [_md(REPRODUCTION), _md([":---"] * len(REPRODUCTION))]
         parts += [_md(text.translate(MARKDOWN_ESCAPES) for text in comparison_cells(c)) for c in measured]
+        parts.append("")
+    if missing:
+        parts.append(f"Not available here, or not made yet: {', '.join(missing)}.".translate(MARKDOWN_ESCAPES))
     return "\n".join(parts).rstrip("\n") + "\n" if parts else "No cells are stored.\n"
 
 

@@ -11,9 +11,9 @@ from fedbicross.report.figures import gain_strips
 from fedbicross.report.svg import SERIES, coordinate, line, rect, spread, svg, tag, text, tick_text, ticks, triangle
 from fedbicross.report.text import duration, points, short, size
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT = 540.0, 50.0, 138.0, 26.0, 236.0
-FLOOR = -0.3  # gains below are drawn there: a method that loses 80 points must not flatten all others
-NARROW = 340.0
+WIDTH, LEFT, RIGHT, TOP, HEIGHT = 540.0, 46.0, 160.0, 26.0, 236.0
+FLOOR = -0.15  # gains below are drawn there: a method that loses 80 points must not flatten all others
+NARROW = 460.0
 SIZES = (0, 250, 500, 1000, 2000, 4000)  # images of a hospital
 
 
@@ -76,7 +76,7 @@ def gain_lines(paths: Paths, places: Places, xlabel: str, label: str, colour: Ma
             ends.append((method, spots[-1][1]))
     heights = spread([y for _, y in ends], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(ends, heights, strict=True):
-        body.append(text(LEFT + wide + 6, y + 4, method, 18, class_=f"name s{colour[method]}"))
+        body.append(text(LEFT + wide + 6, y + 4, method, 23, class_=f"name s{colour[method]}"))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
 
 
@@ -132,8 +132,8 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
         return ""
     floor = 0.01 if what == "seconds" else 1000.0  # what costs less stands at the left edge
     show = duration if what == "seconds" else size
-    low_x = math.floor(min(math.log10(max(cost, floor)) for _, _, cost, _ in shown))
-    high_x = max(math.ceil(max(math.log10(max(cost, floor)) for _, _, cost, _ in shown)), low_x + 1)
+    logs = [math.log10(max(cost, floor)) for _, _, cost, _ in shown]
+    low_x, high_x = min(logs) - 0.1, max(max(logs), min(logs) + 0.5) + 0.1
     accuracies_all = [accuracy for *_, accuracy in shown]
     low, high = min(accuracies_all), max(accuracies_all)
     margin = 0.06 * (high - low) or 0.02
@@ -144,6 +144,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
         across = (math.log10(max(cost, floor)) - low_x) / (high_x - low_x)
         return LEFT + wide * across, TOP + HEIGHT * (high - accuracy) / (high - low)
 
+    roles = {role for _, role, _, _ in shown} & {"alone", "upper_bound"}  # the best of each is named
     unit = "seconds of all, training included" if what == "seconds" else "bytes there and back, per hospital"
     body = [
         text(2, 12, "matched accuracy, %", class_="axis"),
@@ -153,11 +154,15 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
         y = at(floor, tick / 100)[1]
         body.append(line(LEFT, y, LEFT + wide, y, "rule"))
         body.append(text(LEFT - 6, y + 4, tick_text(tick), anchor="end", class_="tick"))
-    for power in range(low_x, high_x + 1):
-        x = at(10.0**power, low)[0]
+    for value in _log_ticks(low_x, high_x):
+        x = at(value, low)[0]
         body.append(line(x, TOP, x, TOP + HEIGHT, "rule"))
-        body.append(text(x, TOP + HEIGHT + 17, show(10.0**power), anchor="middle", class_="tick"))
+        name = "0" if value == floor and min(cost for _, _, cost, _ in shown) < floor else show(value)
+        body.append(
+            text(x, TOP + HEIGHT + 17, name.replace(".00", "").replace(".0", ""), anchor="middle", class_="tick")
+        )
     names = []
+    named = {max((item for item in shown if item[1] == role), key=lambda item: item[3])[0] for role in roles}
     for method, role, cost, accuracy in shown:
         x, y = at(cost, accuracy)
         tip = f"{short(method)}: {100 * accuracy:.1f} %, {show(cost)}"
@@ -168,13 +173,21 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
             body.append(tag("g", rect(x - 4.5, y - 4.5, 9, 9, f"dot {kind}"), tip=tip))
         else:
             body.append(_dot(x, y, 4.5, f"dot {'upper_bound' if role == 'upper_bound' else 'level'}", tip))
-        if method in colour or role in ("alone", "upper_bound"):
+        if method in colour or method in named:
             names.append((method, y))
     heights = spread([y for _, y in names], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(names, heights, strict=True):
         kind = f"name s{colour[method]}" if method in colour else "label"
-        body.append(text(LEFT + wide + 6, y + 4, method, 18, class_=kind))
+        body.append(text(LEFT + wide + 6, y + 4, method, 23, class_=kind))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 10, 100 … between two powers of ten, with 2 and 5 where these are few, and fewer where they are many."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    steps = (1, 2, 5) if high - low < 2 else (1,)
+    found = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
+    return found[:: max(1, math.ceil(len(found) / 6))]
 
 
 def _cost(item: Line, what: str) -> float | None:
@@ -219,7 +232,7 @@ def when_it_pays(groups: Sequence[Group]) -> str:
             x, y = left + j * wide, top + i * tall
             members = fields.get((column, alpha))
             body.append(_field(x, y, wide, tall, members) if members else rect(x, y, wide - 3, tall - 3, "void"))
-    return svg(left + wide * len(columns) + 4, top + tall * len(rows) + 4, body, "When does it pay?", narrow=NARROW)
+    return svg(left + wide * len(columns) + 4, top + tall * len(rows) + 4, body, "When does it pay?", narrow=560.0)
 
 
 def _size_name(column: int) -> str:

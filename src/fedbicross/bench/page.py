@@ -71,8 +71,9 @@ def _context(
         "pays": Markup(charts.when_it_pays(groups)),
         "charts": _charts(groups),
         "strips": [
-            (f"{group.name} ({group.budget})", Markup(charts.client_strips(group, f"Gains by client: {group.name}")))
+            (f"{group.name} ({group.budget})", Markup(drawing))
             for group in groups
+            if (drawing := charts.client_strips(group, f"Gains by client: {group.name}"))
         ],
         "filters": _filters(groups),
         "rows": [_row(group, line, published, out, start) for group in groups for line in group.lines],

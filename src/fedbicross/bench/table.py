@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +107,19 @@ def survey(names: Iterable[str | Path], out: Path) -> tuple[dict[str, Suite], li
 
 
 def groups(stands: Sequence[Stand]) -> list[Group]:
-    """What may be compared with what, in the order of the suites."""
+    """What may be compared with what: in the order of the suites and their data, then by hospitals and skew."""
     found: dict[tuple[Any, ...], list[Stand]] = {}
     for stand in stands:
         c = stand.cell
         key = (c.suite, c.budget, c.data, c.partition, c.alpha, c.clients, c.models)
         found.setdefault(key, []).append(stand)
-    return [_group(members) for members in found.values()]
+    names = list(dict.fromkeys((suite, budget, data) for suite, budget, data, *_ in found))
+
+    def place(group: Group) -> tuple[int, int, str, float]:
+        alpha = math.inf if group.alpha is None else group.alpha
+        return names.index((group.suite, group.budget, group.data)), group.clients, group.models, alpha
+
+    return sorted((_group(members) for members in found.values()), key=place)
 
 
 def _row(stand: Stand) -> Mapping[str, Any]:

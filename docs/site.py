@@ -26,6 +26,7 @@ MENU = (
     ("docs/configuration.md", "Configuration"),
     ("docs/cli.md", "Command line"),
     ("docs/results.md", "Results"),
+    ("docs/bench.md", "Bench"),
     ("docs/performance.md", "Performance"),
     ("docs/reproduce.md", "Reproduce"),
 )

@@ -92,7 +92,9 @@ def test_pairwise_uses_common_pairs_and_holm() -> None:
     found = statistics.pairwise(values)
     assert set(found) == {("a", "b"), ("a", "c"), ("b", "c")}
     raw = {
-        (one, other): statistics.wilcoxon([values[one][k] - values[other][k] for k in values[one] if k in values[other]])
+        (one, other): statistics.wilcoxon(
+            [values[one][k] - values[other][k] for k in values[one] if k in values[other]]
+        )
         for one, other in found
     }
     assert found == statistics.holm({pair: p for pair, p in raw.items() if p is not None})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.small import VALUES, make
 
+from bench.small import VALUES, make
 from fedbicross.bench import suite
 from fedbicross.errors import ConfigError
 from fedbicross.methods import METHODS, method_names
@@ -186,3 +188,11 @@ def test_published_numbers(name: str, table: str, method: str, column: str, valu
         if t.table == table and column in t.columns and method in t.rows
     ]
     assert found == [value]
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    cells = suite.expand("example", parse(suite.Suite, tomllib.loads(example)))
+    assert len(cells) == 2 * 3 * (3 + 2)
+    assert cells[-1].config.build("primum").config.temperature == 4.0

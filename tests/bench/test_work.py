@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.small import make, rows
 
+from bench.small import make, rows
 from fedbicross.bench import cells as stored
 from fedbicross.bench import work
 from fedbicross.bench.suite import Cell
@@ -145,9 +145,7 @@ def _process(out: Path) -> subprocess.Popen[str]:
     tests = str(Path(__file__).parents[1])
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(out)], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", code, str(out)], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow

@@ -90,6 +90,26 @@ def test_work_that_others_could_use_stays(tmp_path: Path) -> None:
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_variants_share_the_work_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they differ at the client only; and each can be made by itself."""
+    specs = ["primum", "fedisca", "primum:student", "fedisca:personal", "fedisca:ema"]
+    cells = make({"methods": specs})
+    jobs = [[cell.method for cell in job.cells] for job in work.jobs(cells)]
+    assert jobs == [["local_only"], ["primum", "primum:student"], ["fedisca", "fedisca:personal"], ["fedisca:ema"]]
+    calls = []
+    fuse = FedISCA.fuse
+    monkeypatch.setattr(FedISCA, "fuse", lambda self, *rest: calls.append(self) or fuse(self, *rest))
+    assert sorted(work.run(cells, tmp_path / "all").made) == sorted(cell.key for cell in cells)
+    assert len(calls) == 2
+    for cell in cells[1:]:
+        work.run([cells[0], cell], tmp_path / "one by one", suite=cells)
+    assert len(calls) == 5
+    assert rows(tmp_path / "one by one") == rows(tmp_path / "all")
+    stored.file_of(tmp_path / "all", cells[3]).unlink()
+    assert work.run(cells, tmp_path / "all").made == [cells[3].key], "only what is missing is made again"
+    assert rows(tmp_path / "one by one") == rows(tmp_path / "all")
+
+
 class Killed(BaseException):
     pass
 

@@ -8,9 +8,10 @@ removed; the cell's JSON file is what stays.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +20,13 @@ from typing import Any, Literal
 from fedbicross.atomic import write_atomic
 from fedbicross.bench import cells as stored
 from fedbicross.bench.suite import Cell
+from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Progress, Silent, Store
 from fedbicross.engine.device import resolve_device
 from fedbicross.engine.spread import QUIET, import_ray
 from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, check
+from fedbicross.runs.config import RunConfig, check, merge
 from fedbicross.runs.store import DiskStore, RunFolder
 
 Engine = Literal["local", "ray"]
@@ -115,7 +117,8 @@ class CellFolder(RunFolder):
 
 @dataclass(frozen=True)
 class Job:
-    """Cells that are made by one run: all ways of training alone together, any other method by itself."""
+    """Cells that are made by one run: all ways of training alone, or the variants of a method whose server's work is
+    the same, which the run does once."""
 
     cells: tuple[Cell, ...]
     needs: frozenset[str] = frozenset()  # keys of cells that must be there before
@@ -126,21 +129,36 @@ class Job:
         first = self.cells[0]
         return f"{first.federation}: {', '.join(cell.method for cell in self.cells)}"
 
+    def config(self, cells: Sequence[Cell]) -> RunConfig:
+        """The run that makes some of its cells."""
+        first = self.cells[0]
+        if first.is_alone:
+            return first.config
+        table: dict[str, Any] = {}
+        for cell in cells:
+            table = merge(table, cell.config.method)
+        methods = [*first.alone, *(cell.spec for cell in cells)]
+        return first.config.model_copy(update={"methods": methods, "method": table})
+
 
 def jobs(cells: Sequence[Cell]) -> list[Job]:
-    """The pieces of work for these cells, in their order."""
-    alone: dict[tuple[str, tuple[str, ...]], list[Cell]] = {}
+    """The pieces of work for these cells, in the order of the first of each."""
+    found: dict[Hashable, list[Cell]] = {}
     for cell in cells:
-        if cell.is_alone:
-            alone.setdefault((cell.federation, cell.alone), []).append(cell)
-    out: list[Job] = []
-    for cell in cells:
-        first = alone.get((cell.federation, cell.alone), [])
-        if not cell.is_alone:
-            out.append(Job((cell,), frozenset(other.key for other in first)))
-        elif cell is first[0]:
-            out.append(Job(tuple(first)))
+        found.setdefault((cell.federation, cell.alone) if cell.is_alone else _server_work(cell), []).append(cell)
+    out = []
+    for members in found.values():
+        first = members[0]
+        alone = [] if first.is_alone else found.get((first.federation, first.alone), [])
+        out.append(Job(tuple(members), frozenset(cell.key for cell in alone)))
     return out
+
+
+def _server_work(cell: Cell) -> Hashable:
+    """Equal where a method differs only in what it does at the client after the reply."""
+    method = cell.config.build(cell.spec)
+    settings = canonical_json(method.config.model_dump(exclude=set(method.at_client)))
+    return cell.federation, cell.alone, cell.sweep, method.name, settings
 
 
 @dataclass
@@ -199,9 +217,11 @@ def run(
 
 
 def _ended(job: Job, outcome: Outcome) -> str:
-    if job.cells[0].key in outcome.failed:
-        return str(outcome.failed[job.cells[0].key])
-    return "made" if job.cells[0].key in outcome.made else "made by another process"
+    keys = [cell.key for cell in job.cells]
+    broken = next((outcome.failed[key] for key in keys if key in outcome.failed), None)
+    if broken is not None:
+        return str(broken)
+    return "made" if any(key in outcome.made for key in keys) else "made by another process"
 
 
 def _current(cell: Cell, out: Path) -> bool:
@@ -229,9 +249,11 @@ def _take(
         try:
             with folder:
                 todo = [cell for cell in job.cells if not _current(cell, out)]
+                if todo and job.cells[0].is_alone:
+                    todo = list(job.cells)  # each is measured against all
                 if todo:
-                    _make(job, folder, out, data_dir, progress)
-                    outcome.made += [cell.key for cell in job.cells]
+                    _make(job, todo, folder, out, data_dir, progress)
+                    outcome.made += [cell.key for cell in todo]
         except RunError as error:
             if error.code == "locked":
                 continue
@@ -259,28 +281,29 @@ def _folder(job: Job, out: Path) -> CellFolder:
     first = job.cells[0]
     base = _work(first, out)
     scopes = [f"seed-{first.seed}/{spec.replace(':', '+')}" for spec in first.alone]
-    # Its digest is in the name: what a method left under other settings must not be taken for this one's.
-    own = "alone" if first.is_alone else f"{first.method.replace(':', '+')}-{stored.digest(first)[:12]}"
+    # Digests are in the name: what a method left under other settings must not be taken for this one's.
+    digests = hashlib.sha256("".join(stored.digest(cell) for cell in job.cells).encode()).hexdigest()
+    own = "alone" if first.is_alone else f"{first.method.replace(':', '+')}-{digests[:12]}"
     return CellFolder(base / own, base / "shared", scopes)
 
 
-def _make(job: Job, folder: CellFolder, out: Path, data_dir: Path | None, progress: Progress) -> None:
-    config = _resolved(job.cells[0], data_dir)
+def _make(
+    job: Job, cells: Sequence[Cell], folder: CellFolder, out: Path, data_dir: Path | None, progress: Progress
+) -> None:
+    config = _at_home(job.config(cells), stored.place(cells[0], data_dir))
     check(config)
     prepared = _prepare(config)
     folder.clean()
     _same_data(folder.common.path / "partition.json", prepared.partition_text.encode())
     results = runner.run_prepared(prepared, folder, progress)
-    for cell in job.cells:
+    for cell in cells:
         stored.save(out, cell, results)
 
 
-def _resolved(cell: Cell, data_dir: Path | None) -> RunConfig:
-    """The cell's configuration with the place of the images on this machine."""
-    found = stored.place(cell, data_dir)
-    assert found is not None  # jobs without images are not begun
-    data = cell.config.data.model_copy(update={"name": found[0], "dir": found[1]})
-    return cell.config.model_copy(update={"data": data})
+def _at_home(config: RunConfig, place: tuple[str, str | None] | None) -> RunConfig:
+    """With the place of the images on this machine."""
+    assert place is not None  # jobs without images are not begun
+    return config.model_copy(update={"data": config.data.model_copy(update={"name": place[0], "dir": place[1]})})
 
 
 def _prepare(config: RunConfig) -> runner.Prepared:
@@ -310,7 +333,7 @@ def _tidy(job: Job, suite: Sequence[Cell], out: Path) -> None:
     """Remove the work of a finished job, and all of a federation once every cell on it is there."""
     first = job.cells[0]
     base = _work(first, out)
-    if not first.is_alone and _current(first, out):
+    if not first.is_alone and all(_current(cell, out) for cell in job.cells):
         shutil.rmtree(_folder(job, out).path, ignore_errors=True)
     mates = [cell for cell in suite if cell.federation == first.federation and _work(cell, out) == base]
     if all(_current(cell, out) for cell in mates) and not _busy(base):

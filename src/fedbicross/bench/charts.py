@@ -11,9 +11,9 @@ from fedbicross.report.figures import gain_strips
 from fedbicross.report.svg import SERIES, coordinate, line, rect, spread, svg, tag, text, tick_text, ticks, triangle
 from fedbicross.report.text import duration, points, short, size
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT = 540.0, 46.0, 160.0, 26.0, 236.0
+WIDTH, LEFT, RIGHT, TOP, HEIGHT = 470.0, 40.0, 150.0, 26.0, 236.0
 FLOOR = -0.15  # gains below are drawn there: a method that loses 80 points must not flatten all others
-NARROW = 460.0
+NARROW = 354.0
 SIZES = (0, 250, 500, 1000, 2000, 4000)  # images of a hospital
 
 
@@ -76,7 +76,7 @@ def gain_lines(paths: Paths, places: Places, xlabel: str, label: str, colour: Ma
             ends.append((method, spots[-1][1]))
     heights = spread([y for _, y in ends], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(ends, heights, strict=True):
-        body.append(text(LEFT + wide + 6, y + 4, method, 23, class_=f"name s{colour[method]}"))
+        body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=f"name s{colour[method]}"))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
 
 
@@ -178,7 +178,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
     heights = spread([y for _, y in names], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(names, heights, strict=True):
         kind = f"name s{colour[method]}" if method in colour else "label"
-        body.append(text(LEFT + wide + 6, y + 4, method, 23, class_=kind))
+        body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=kind))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fedbicross.bench import charts
 from fedbicross.bench.budgets import NOTES
@@ -163,6 +163,8 @@ def _row(group: Group, line: Line, published: Sequence[Comparison], out: Path, s
             "suite": group.suite,
         },
         "method": line.method,
+        "name": Markup(str(escape(line.method)).replace(":", ":<wbr>")),
+        "place": f"{group.title}, {group.skew}, N = {group.clients}; {line.budget}, {count(len(line.seeds), 'seed')}",
         "role": line.role,
         "bold": line.bold,
         "stale": line.stale,

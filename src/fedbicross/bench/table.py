@@ -12,10 +12,10 @@ from typing import Any
 
 from fedbicross.bench import cells, statistics
 from fedbicross.bench.cells import Stand
-from fedbicross.bench.suite import Cell, Suite, expand, load
+from fedbicross.bench.suite import Suite, expand, load
 from fedbicross.evaluate.summary import is_alone
 from fedbicross.report.tables import LATEX_ESCAPES, MARKDOWN_ESCAPES, csv_number, csv_text
-from fedbicross.report.text import NA, PROTOCOLS, Stat, duration, fixed, percent_sd, points, size, stat
+from fedbicross.report.text import PROTOCOLS, Stat, duration, fixed, percent_sd, points, size, stat
 
 WITHIN = 5.0  # points within which a published number counts as reproduced
 
@@ -274,11 +274,6 @@ class Comparison:
     within: tuple[str, ...]  # protocols under which it is within 5 points
     reason: str
 
-    @property
-    def key(self) -> str:
-        """How `reasons.toml` calls it."""
-        return f"{self.paper} {self.table}"
-
 
 def comparisons(
     suites: Mapping[str, Suite], found: Sequence[Group], reasons: Sequence[Mapping[str, Any]] = ()
@@ -535,18 +530,3 @@ def as_csv(found: Sequence[Group], published: Sequence[Comparison]) -> str:
                 [*where, *facts, *values, *judged, "yes" if line.bold else "no", *times, csv_text(known), line.command]
             )
     return stream.getvalue()
-
-
-__all__ = [
-    "NA",
-    "Cell",
-    "Comparison",
-    "Group",
-    "Line",
-    "as_csv",
-    "comparisons",
-    "groups",
-    "latex",
-    "markdown",
-    "survey",
-]

@@ -25,6 +25,8 @@ DataDir = Annotated[Path | None, typer.Option(help="where .npz files and folders
 BudgetName = Annotated[str | None, typer.Option(help="paper, tenth, minute or smoke (default: the suite's)")]
 Cells = Annotated[str | None, typer.Option("--cells", help="only these, e.g. data=blood*,alpha=0.1|0.3,method=primum")]
 
+STATES = ("done", "stale", "failed", "missing", "not available here")  # in the order of the columns
+
 
 class Format(StrEnum):
     """How a table is written."""
@@ -112,25 +114,20 @@ def status(
         print_json([{**stand.cell.identity(), "state": stand.state, "reason": stand.reason} for stand in stands])
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("suite", "budget", "federation", "done", "stale", "failed", "missing", "not available here"):
+    for title in ("suite", "budget", "federation", *STATES):
         table.add_column(title, justify="left" if title in ("suite", "budget", "federation") else "right")
     rows: dict[tuple[str, str, str], Counter[str]] = {}
     for stand in stands:
         cell = stand.cell
         rows.setdefault((cell.suite, cell.budget, cell.federation), Counter())[stand.state] += 1
     for key, counts in rows.items():
-        table.add_row(*key, *(str(counts[name]) if counts[name] else "" for name in table_states()))
+        table.add_row(*key, *(str(counts[name]) if counts[name] else "" for name in STATES))
     total = sum(rows.values(), Counter[str]())
     Console(width=160).print(table, markup=False)
-    print(", ".join(f"{total[name]} {name}" for name in table_states()))
+    print(", ".join(f"{total[name]} {name}" for name in STATES))
     for stand in stands:
         if stand.state in ("stale", "failed"):
             print(f"{stand.state}: {stand.cell.key}: {stand.reason}")
-
-
-def table_states() -> tuple[str, ...]:
-    """The states in the order of the columns."""
-    return ("done", "stale", "failed", "missing", "not available here")
 
 
 @app.command("table")

@@ -22,7 +22,7 @@ import torch
 from fedbicross.context import Context, Task
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
-from fedbicross.exchange import Reply
+from fedbicross.messages import Reply
 from fedbicross.runs import runner
 from fedbicross.runs.config import load_config
 from fedbicross.runs.progress import PlainProgress

@@ -30,6 +30,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "no command is kept; its configuration is in the file",
     ),
     "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
+    "primum/gates.json": (
+        "primum's gate on the logits of its cells, and the margins it was chosen from",
+        "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",
+    ),
     "primum/development.json": (
         "what primum's settings were chosen by",
         "no command is kept; its settings are in the file",

@@ -9,6 +9,7 @@ import typer
 from fedbicross import __version__
 from fedbicross.cli import (
     audit,
+    bench,
     client,
     data,
     demo,
@@ -57,6 +58,7 @@ app.command("report")(report.report)
 app.command("audit")(audit.audit)
 app.command("validate")(validate.validate)
 app.command("list")(listing.listing)
+app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 app.add_typer(federation.app, name="federation")
 app.add_typer(client.app, name="client")

@@ -1,0 +1,5 @@
+"""Tables of many methods on many federations: suites, their cells, statistics, and the page made of them."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

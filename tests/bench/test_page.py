@@ -1,0 +1,157 @@
+"""The page stands alone, shows every line, and changes with every number."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedbicross.bench import charts, page, publish, table
+from fedbicross.errors import ConfigError, RunError
+
+
+@pytest.fixture(scope="module")
+def text(smoke: Path) -> str:
+    return publish.render(["smoke"], "html", smoke, smoke / "pages" / "page.html")
+
+
+class Walk(HTMLParser):
+    """Open tags, links, and rows of the table of numbers."""
+
+    VOID = {"meta", "input", "br", "wbr", "link", "img"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.rows = 0
+
+    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.links += [value for key in ("href", "src") if (value := found.get(key))]
+        self.ids += [found["id"]] if found.get("id") else []
+        self.rows += name == "tr" and "data-method" in found
+        if name not in self.VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+
+def test_the_page_is_whole_and_alone(text: str, smoke: Path) -> None:
+    walk = Walk()
+    walk.feed(text)
+    assert walk.open == [] and walk.rows == 19
+    inner = [link[1:] for link in walk.links if link.startswith("#")]
+    assert inner and set(inner) <= set(walk.ids) and len(walk.ids) == len(set(walk.ids))
+    raw = [link for link in walk.links if not link.startswith("#")]
+    assert len(raw) == 33 and all((smoke / "pages" / link).resolve().is_file() for link in raw)
+    assert "http" not in text and "@import" not in text
+    assert text.index('id="pays"') < text.index("<svg") < text.index('id="numbers"')
+
+
+def test_what_it_shows(text: str) -> None:
+    for words in ("When does it pay?", "Gain against skew", "Accuracy against seconds", "Accuracy against bytes"):
+        assert f"<h2>{words}</h2>" in text
+    assert "0 of 2 comparisons with a published number lie within 5 points" in text
+    assert "Not available here, or not made yet: OCTMNIST" in text
+    assert "--cells &#39;data=cells,partition=dirichlet,alpha=0.3,clients=2,method=fedavg&#39;" in text
+    assert "smoke, Table 0: 4" in text, "published numbers without a cell"
+
+
+def test_the_same_cells_give_the_same_bytes(text: str, smoke: Path) -> None:
+    assert publish.render(["smoke"], "html", smoke, smoke / "pages" / "page.html") == text
+
+
+def test_every_chart_is_drawn(smoke: Path) -> None:
+    groups = table.groups(table.survey(["smoke"], smoke)[1])
+    colour = charts.colours(groups)
+    assert set(colour) == {"fedavg", "fedisca"}
+    pays = charts.when_it_pays(groups)
+    assert pays.count("lose</text>") == 2 and "0 to 249" in pays  # two skews, one size
+    skew = charts.gains_by_skew(groups[:2], colour, "label")
+    assert skew.count("<path") == 2 and "IID" in skew
+    assert charts.gains_by_size(groups, colour, "label").count('class="point') >= 3
+    assert charts.accuracy_against(groups[:2], "seconds", colour, "label").count("<title>") >= 7
+    assert charts.accuracy_against(groups[:2], "bytes", colour, "label")
+    assert charts.client_strips(groups[0], "label").count("dot ") >= 4
+    assert charts.when_it_pays([]) == charts.gains_by_skew([], colour, "") == charts.gains_by_size([], colour, "") == ""
+    assert charts.accuracy_against([], "bytes", colour, "") == ""
+
+
+def test_great_losses_do_not_flatten_the_others() -> None:
+    drawn = charts.gain_lines({"a": [(0.0, -0.9)], "b": [(0.0, 0.01)]}, [(0.0, "x")], "", "", {"a": 0, "b": 1})
+    assert "\u221290.0 points" in drawn and "<polygon" in drawn and "\u221250" not in drawn
+
+
+def test_a_page_without_cells(tmp_path: Path) -> None:
+    text = publish.render(["smoke"], "html", tmp_path)
+    assert "No cells of a method are stored." in text and "No stored cell stands beside a published number." in text
+
+
+def test_names_are_escaped(smoke: Path) -> None:
+    suites, stands = table.survey(["smoke"], smoke)
+    groups = table.groups(stands)
+    bad = [type(group)(**{**vars(group), "title": "<script>alert(1)</script>"}) for group in groups]
+    assert "<script>alert" not in page.render(suites, bad, [], smoke)
+
+
+@pytest.mark.parametrize("form", ["md", "csv", "latex", "html"])
+def test_check_notices_an_edited_number(smoke: Path, tmp_path: Path, form: str) -> None:
+    to = tmp_path / f"page.{form}"
+    text = publish.render(["smoke"], form, smoke, to)
+    publish.write(to, text, form)
+    assert publish.differences(to, text, form) == []
+    numbers = list(re.finditer(r"\d+\.\d", text))
+    found = numbers[-1] if form != "html" else next(m for m in re.finditer(r">[^<>]*?(\d+\.\d) ±", text))
+    place = found.start(1) if form == "html" else found.start()
+    digit = "1" if text[place] != "1" else "2"
+    to.write_text(text[:place] + digit + text[place + 1 :])
+    lines = publish.differences(to, text, form)
+    assert [line[0] for line in lines] == ["-", "+"]
+
+
+def test_check_notices_an_edited_cell(smoke: Path, tmp_path: Path) -> None:
+    out, to = tmp_path / "out", tmp_path / "page.md"
+    shutil.copytree(smoke, out)
+    publish.write(to, publish.render(["smoke"], "md", out, to), "md")
+    file = next(out.rglob("fedavg.json"))
+    content = json.loads(file.read_text())
+    content["row"]["accuracy"]["global"] += 0.01
+    file.write_text(json.dumps(content))
+    assert publish.differences(to, publish.render(["smoke"], "md", out, to), "md")
+
+
+def test_a_block_of_a_page(smoke: Path, tmp_path: Path) -> None:
+    to = tmp_path / "page.md"
+    to.write_text("Before\n<!-- bench -->\nold\n<!-- end -->\nAfter\n")
+    text = publish.render(["smoke"], "md", smoke, to)
+    assert publish.differences(to, text, "md")
+    publish.write(to, text, "md")
+    assert to.read_text() == f"Before\n<!-- bench -->\n{text}<!-- end -->\nAfter\n"
+    assert publish.differences(to, text, "md") == []
+    to.write_text(to.read_text().replace("After", "Afterwards"))
+    assert publish.differences(to, text, "md") == [], "what is not ours is free"
+
+
+def test_pages_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(RunError) as error:
+        publish.differences(tmp_path / "gone.md", "", "md")
+    assert error.value.code == "page_unreadable"
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError) as error:
+        publish.write(tmp_path / "file" / "page.html", "", "html")
+    assert error.value.code == "cannot_write"
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert isinstance(publish.reasons(), list)
+    monkeypatch.setattr(publish, "read_toml", lambda file: {"reason": [{"suite": "ours"}]})
+    with pytest.raises(ConfigError) as error:
+        publish.reasons()
+    assert error.value.code == "bad_reasons"

@@ -1,0 +1,198 @@
+"""Suites as data: what they expand to, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.small import VALUES, make
+from fedbicross.bench import suite
+from fedbicross.errors import ConfigError
+from fedbicross.methods import METHODS, method_names
+from fedbicross.runs.config import check
+from fedbicross.settings import parse
+
+PAPERS = ("fedbicross", "fedisca", "e_fedisca", "falcon")
+
+
+def test_a_suite_stopped_early_holds_a_whole_small_table() -> None:
+    sweep = {"partitions": ["iid", "dirichlet:0.5"], "seeds": [0, 1], "clients": [2, 3], "alone": ["local_only"]}
+    cells = make(sweep)
+    order = [(c.seed, c.clients, c.skew, c.method) for c in cells]
+    methods = ("local_only", "fedavg", "fedisca")
+    assert order == [
+        (seed, clients, skew, method)
+        for seed in (0, 1)
+        for clients in (2, 3)
+        for skew in ("iid", "dirichlet:0.5")
+        for method in methods
+    ]
+    assert len({c.key for c in cells}) == len(cells)
+
+
+def test_what_a_cell_runs() -> None:
+    local, fedavg, fedisca = make()
+    assert local.config.methods == ["local_only"] and local.is_alone
+    assert fedisca.config.methods == ["local_only", "fedisca"] and not fedisca.is_alone
+    assert fedisca.config.method["fedisca"]["steps"] == 4, "by the budget"
+    assert fedavg.config.method == {}
+    assert fedisca.key == "small/smoke/cells-dirichlet-0.5-n2-resnet8-seed0/fedisca"
+    assert fedisca.config.baselines == [] and fedisca.config.partition.alpha == 0.5
+
+
+def test_settings_of_a_sweep_win_over_the_budget_also_for_variants() -> None:
+    cells = make({"methods": ["fedisca:ema"], "method": {"fedisca": {"steps": 7}}})
+    assert cells[-1].config.build("fedisca:ema").config.steps == 7
+    assert cells[-1].config.build("fedisca:ema").config.epochs == 1, "the rest is the budget's"
+
+
+def test_a_sweep_that_repeats_a_cell() -> None:
+    sweeps = [VALUES["sweep"][0], {**VALUES["sweep"][0], "name": "two", "seeds": [0, 1]}]
+    cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": sweeps}))
+    assert [c.sweep for c in cells] == ["one"] * 3 + ["two"] * 3
+    other = {**VALUES["sweep"][0], "name": "two", "method": {"fedisca": {"steps": 2}}}
+    with pytest.raises(ConfigError, match="different ways") as error:
+        suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [VALUES["sweep"][0], other]}))
+    assert error.value.code == "same_cell"
+    tagged = {**other, "tag": "short"}
+    cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [VALUES["sweep"][0], tagged]}))
+    assert [c.method for c in cells] == ["local_only", "fedavg", "fedisca", "fedavg@short", "fedisca@short"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, 18),
+        ("method=fedavg", 12),  # training alone comes along
+        ("method=fedavg,seed=1", 4),
+        ("method=fed*,alpha=0.5", 3 * 3),
+        ("partition=iid seed=0|2", 6),
+        ("n=2 seed=?", 18),
+        ("alpha=iid,seed=0", 3),
+    ],
+)
+def test_filter(wanted: str | None, expected: int) -> None:
+    cells = make({"partitions": ["iid", "dirichlet:0.5"], "seeds": [0, 1, 2]})
+    found = suite.choose(cells, wanted)
+    assert len(found) == expected
+    assert [cell for cell in cells if cell in found] == found, "the order stays"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code"),
+    [("method=nothing", "no_cells"), ("methods=fedavg", "bad_filter"), ("fedavg", "bad_filter")],
+)
+def test_bad_filters(wanted: str, code: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        suite.choose(make(), wanted)
+    assert error.value.code == code
+
+
+def first_sweep(**values: Any) -> dict[str, Any]:
+    return {"sweep": [{**VALUES["sweep"][0], **values}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"budget": "hour"}, "unknown budget"),
+        (first_sweep(data=["blood"]), r"no \[data.blood\]"),
+        (first_sweep(partitions=["dirichlet:much"]), "expected a partition"),
+        (first_sweep(alone=["fedavg"]), "no way of training alone"),
+        (first_sweep(method={"fedbicros": {"steps": 3}}), "which does not run"),
+        (first_sweep(metods=["fedavg"]), "unknown key .sweep.0.metods"),
+        ({"data": {"a/b": {}}}, "no name for data"),
+        ({"data": {"cells": {"dir": "elsewhere"}}}, "data.cells.dir"),
+        ({"published": [{"table": "1", "columns": ["cells iid"], "rows": {}}]}, "data, partition and clients"),
+        ({"published": [{"table": "1", "columns": ["cells iid 2"], "rows": {"fedavg": [1.0, 2.0]}}]}, "2 numbers"),
+    ],
+)
+def test_what_a_suite_refuses(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(suite.Suite, {**VALUES, **values})
+
+
+def test_which_suite(tmp_path: Path) -> None:
+    assert set(suite.builtin()) == {"ours", "smoke", *PAPERS}
+    for name, code in (("our", "unknown_suite"), ("a b.toml", "suite_name"), ("ours.toml", "suite_name")):
+        with pytest.raises(ConfigError) as error:
+            suite.load(tmp_path / name if name.endswith(".toml") else name)
+        assert error.value.code == code
+    with pytest.raises(ConfigError) as error:
+        suite.load(tmp_path / "mine.toml")
+    assert error.value.code == "no_config"
+    with pytest.raises(ConfigError, match="unknown budget"):
+        suite.expand(*suite.load("smoke"), budget="hour")
+
+
+@pytest.mark.parametrize("name", sorted(suite.builtin()))
+def test_every_cell_of_the_package_could_run(name: str) -> None:
+    cells = suite.expand(*suite.load(name))
+    kinds = {(c.spec, c.models, c.clients, c.sweep): c for c in cells}
+    for cell in kinds.values():
+        drawn = cell.config.data.model_copy(update={"name": "cells"})
+        check(cell.config.model_copy(update={"data": drawn}))
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_published_number_has_its_cell(name: str) -> None:
+    _, content = suite.load(name)
+    places = {(c.data, c.skew, c.clients, "+" in c.models, c.method) for c in suite.expand(name, content)}
+    for table in content.published:
+        if table.metric not in ("accuracy", "balanced_accuracy"):
+            continue
+        assert content.paper
+        for column in table.columns:
+            data, skews, clients = column.split()
+            for skew in skews.split("+"):
+                for method in table.rows:
+                    assert (data, skew, int(clients), bool(table.client_models), method) in places
+        assert all(0 <= value <= 100 for values in table.rows.values() for value in values)
+
+
+def test_ours_has_every_method_of_the_product() -> None:
+    cells = suite.expand(*suite.load("ours"))
+    first = [c for c in cells if c.federation == cells[0].federation]
+    assert {c.spec.partition(":")[0] for c in first} == set(METHODS)
+    assert {c.spec for c in cells} <= set(method_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "method", "column", "value"),
+    [  # typed again from the papers
+        ("fedbicross", "I", "fedbicross:k4", "bloodmnist dirichlet:0.1 5", 85.57),
+        ("fedbicross", "I", "co_boosting", "bloodmnist dirichlet:0.1 5", 54.75),
+        ("fedbicross", "II", "fedbicross:no_personalisation", "dermamnist dirichlet:0.1 10", 51.03),
+        ("fedbicross", "III", "fedbicross:no_clusters", "tissuemnist dirichlet:0.1 20", 48.72),
+        ("fedisca", "1", "fedisca", "bloodmnist iid 5", 87.99),
+        ("fedisca", "1", "fedisca:no_noise", "dermamnist dirichlet:0.3 5", 13.87),
+        ("fedisca", "2", "fedisca:no_adaptation", "diabetic iid 5", 40.91),
+        ("fedisca", "3", "dense", "tissuemnist dirichlet:0.3 5", 38.37),
+        ("e_fedisca", "1", "e_fedisca", "isic_sites natural 6", 27.01),
+        ("e_fedisca", "5", "e_fedisca:two_shots", "bloodmnist iid 20", 86.23),
+        ("e_fedisca", "6", "fedisca", "cifar10 dirichlet:0.1 5", 54.55),
+        ("falcon", "2", "falcon", "kermany_cxr_224 dirichlet:0.3 5", 88.92),
+        ("falcon", "3", "falcon:ar", "kermany_cxr_224 dirichlet:0.1+dirichlet:0.3+dirichlet:0.5 5", 72.76),
+        ("falcon", "4", "falcon:nar", "office_home natural 4", 0.000849),
+    ],
+)
+def test_published_numbers(name: str, table: str, method: str, column: str, value: float) -> None:
+    _, content = suite.load(name)
+    found = [
+        t.rows[method][t.columns.index(column)]
+        for t in content.published
+        if t.table == table and column in t.columns and method in t.rows
+    ]
+    assert found == [value]
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    cells = suite.expand("example", parse(suite.Suite, tomllib.loads(example)))
+    assert len(cells) == 2 * 3 * (3 + 2)
+    assert cells[-1].config.build("primum").config.temperature == 4.0

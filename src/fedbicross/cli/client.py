@@ -1,16 +1,19 @@
-"""`fedbicross client`: what a hospital does. Keys, training, and a look at what leaves; then see client_model."""
+"""`fedbicross client`: what a hospital does. Keys, training, a look at what leaves; the final model and its use."""
 
 from __future__ import annotations
 
-import hashlib
-from itertools import zip_longest
+import csv
+import io
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
-from fedbicross import bundle, transport
-from fedbicross.cli import client_model, common
+from fedbicross import bundle, engine, report, transport
+from fedbicross.cli import common, describe_bundle
 from fedbicross.cli.common import (
     FEDERATION,
     WORK,
@@ -22,18 +25,26 @@ from fedbicross.cli.common import (
     check_new,
     print_table,
     set_threads,
+    site_name,
     site_work,
-    verdict,
     write_new,
 )
 from fedbicross.cli.show import print_json, progress
-from fedbicross.errors import ConfigError, FedBiCrossError, UploadError
+from fedbicross.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from fedbicross.bundle import Header
-    from fedbicross.transport.federation_file import FederationFile
+    from fedbicross.messages import Predictor
 
+BATCH = 256  # images read and answered at a time
+ModelOption = Annotated[Path, typer.Option(help="the folder that `client personalize` wrote")]
 app = typer.Typer(help="What a hospital does: train, send, receive, use.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class Which(StrEnum):
+    """Which images are scored."""
+
+    held_out = "held-out"
+    all = "all"
 
 
 @app.command()
@@ -76,7 +87,7 @@ def train(
         sent = transport.files.make_upload(agreed, client, private, folder, shown, device=device)
     write_new(target, sent)
     if json:
-        print_json({"path": str(target), "client": site, "run": agreed.run, **_facts(sent)})
+        print_json({"path": str(target), "client": site, "run": agreed.run, **describe_bundle.facts(sent)})
         return
     print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
     print(f"what leaves: {agreed.build().upload_summary}")
@@ -93,13 +104,13 @@ def show(
     """Say in words what exactly a file holds; nothing in it is used."""
     data = bundle.read_file(file)
     header = bundle.inspect(data, bundle.REPLY)
-    _check_readable(header)
+    describe_bundle.check_readable(header)
     there = federation.is_file() or federation != FEDERATION
     agreed = transport.files.load_federation(federation) if there else None
     if json:
-        print_json({**_facts(data), **_described(header), "checked": _verdict(data, header, agreed)})
+        print_json(describe_bundle.as_json(data, header, agreed))
         return
-    print_table(str(file), ("what", "content"), _words(data, header, agreed))
+    print_table(str(file), ("what", "content"), describe_bundle.words(data, header, agreed))
     if tensors:
         rows = [
             (name, info.dtype, " × ".join(map(str, info.shape)) or "one number", f"{info.end - info.start:,}")
@@ -108,102 +119,135 @@ def show(
         print_table("tensors", ("name", "type", "shape", "bytes"), rows)
 
 
-app.command()(client_model.personalize)
-app.command()(client_model.predict)
-app.command()(client_model.evaluate)
+@app.command()
+def personalize(
+    reply: Annotated[Path, typer.Option(help="the server's reply to this site")],
+    data: Annotated[str, typer.Option(help="the same images as in `client train`")],
+    out: Annotated[Path, typer.Option(help="folder of the final model")],
+    federation: FederationOption = FEDERATION,
+    name: Annotated[str | None, typer.Option(help="the site's name (default: the one that trained here)")] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="also write model.onnx (needs the extra `onnx`)")] = False,
+    work: WorkOption = WORK,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the site's final model from the server's reply, and test it on the images that were held out."""
+    agreed = transport.files.load_federation(federation)
+    site = site_name(agreed, work, name)
+    transport.model_folder.check_absent(out)
+    if onnx:
+        transport.model_folder.require_onnx()
+    received = bundle.read_file(reply)
+    transport.files.open_reply(agreed, received, site)  # before images are read, which may take minutes
+    client, held_out = transport.site_data.load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
+    folder = site_work(work, agreed, site)
+    set_threads(threads)
+    with progress() as shown:
+        predictor = transport.files.personalize(agreed, client, received, folder, shown, device=device)
+    test = None
+    if len(held_out):
+        test = transport.model_folder.score(predictor.probabilities(held_out.images), held_out.labels)
+    method = agreed.build()
+    sent = folder / transport.files.SENT
+    origin = transport.model_folder.Origin(
+        client=site,
+        run=agreed.run,
+        method=agreed.method,
+        leaves=method.upload_summary,
+        upload_bytes=sent.stat().st_size if sent.is_file() else None,
+        train_images=len(client.labels),
+        hold_out=agreed.hold_out,
+        seed=agreed.seed,
+        settings=method.config.model_dump(),
+        training=agreed.training.model_dump(),
+    )
+    transport.model_folder.write_model(out, predictor, origin, test, onnx)
+    if json:
+        print_json({"path": str(out), "client": site, "test": test})
+        return
+    if test is not None:
+        _print_scores(f"{site}: on images that were held out", test)
+    print(f"model: {out} (read {out / transport.model_folder.CARD} before you use it)")
 
 
-def _facts(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _check_readable(header: Header) -> None:
-    """Only an upload or a reply can be put into words, and only one whose manifest has the fields of its kind."""
-    if header.kind not in transport.files.MANIFESTS:
-        raise UploadError("wrong_kind", f"a bundle of kind {header.kind[:32]!r} is neither an upload nor a reply")
-    bundle.validate.read_manifest(transport.files.MANIFESTS[header.kind], header.manifest)
-
-
-def _described(header: Header) -> dict[str, Any]:
-    sizes = {name: info.end - info.start for name, info in header.tensors.items()}
-    return {"kind": header.kind, "manifest": header.manifest, "signer": header.signer, "tensors": sizes}
-
-
-def _verdict(data: bytes, header: Header, agreed: FederationFile | None) -> str:
-    """What the receiver of this file would say of it."""
-    if agreed is None:
-        return "not checked: no federation file given"
-    try:
-        if header.kind == "upload":
-            transport.files.verify_upload(agreed, data)
-        else:
-            transport.files.open_reply(agreed, data, str(header.manifest.get("client")))
-    except FedBiCrossError as error:
-        return verdict(error)
-    return "ok"
-
-
-def _words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tuple[str, str]]:
-    """The file line by line, for somebody who has to sign that it may leave."""
-    manifest = header.manifest
-    try:
-        signer = "nobody" if header.signer is None else bundle.keys.fingerprint(header.signer)
-    except ConfigError:
-        signer = "no readable key"
-    rows = [("kind", header.kind), ("bytes", f"{len(data):,}"), ("SHA-256", str(_facts(data)["sha256"]))]
-    rows += [("run", str(manifest.get("run_id"))), ("signed by the key", signer)]
-    rows += [("from" if header.kind == "upload" else "to", str(manifest.get("client")))]
-    rows += _networks(header)
-    if header.kind == "upload":
-        rows += [("images per class", _counts(manifest)), ("number of images", _plain(manifest.get("num_samples")))]
-        rows += [("further numbers and words", _plain(manifest.get("extra")))]
+@app.command()
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="image files, or folders of them")],
+    model: ModelOption,
+    out: Annotated[Path | None, typer.Option(help="a CSV file (default: standard output)")] = None,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+) -> None:
+    """Class probabilities of images, as CSV. Research use only: not a medical device."""
+    if out is not None:
+        check_new(out)
+    predictor = transport.model_folder.load_model(model)
+    paths = transport.site_data.image_files(images)
+    used = engine.device.resolve_device(device)
+    set_threads(threads)
+    rows: list[list[str]] = []
+    with progress() as shown:
+        update = shown.start("predicting", len(paths))
+        for start in range(0, len(paths), BATCH):
+            part = paths[start : start + BATCH]
+            rows += _answers(part, predictor, used)
+            update(start + len(part), "")
+    text = _csv(["image", "predicted", *predictor.task.classes], rows)
+    if out is None:
+        print(text, end="")
     else:
-        rows += [("further numbers and words", _plain(manifest.get("info")))]
-    if agreed is not None:
-        rows += [
-            ("the method says", agreed.build().upload_summary if header.kind == "upload" else "a reply of the server")
-        ]
-    return [*rows, ("checked", _verdict(data, header, agreed))]
+        write_new(out, text.encode())
+        print(f"{out}: {len(rows)} images")
 
 
-def _networks(header: Header) -> list[tuple[str, str]]:
-    """Which tensors are the weights of a network, which its statistics, and which are something else."""
+@app.command()
+def evaluate(
+    model: ModelOption,
+    data: Annotated[str, typer.Option(help="images with labels: folder, CSV manifest or .npz file")],
+    which: Annotated[Which, typer.Option(help="held-out: those never trained on, by the federation's rule")] = (
+        Which.held_out
+    ),
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Accuracy, balanced accuracy, AUC, F1 and calibration of a final model on labelled images."""
+    predictor = transport.model_folder.load_model(model)
+    origin = transport.model_folder.read_settings(model)["origin"]
+    client, test = transport.site_data.load_site(data, predictor.task, "site", origin["hold_out"], origin["seed"])
+    images, labels = test.images, test.labels
+    if which is Which.all:
+        images, labels = np.concatenate([client.images, images]), np.concatenate([client.labels, labels])
+    if not len(labels):
+        raise DataError("empty", f"{data} holds no images that were held out; --which all scores every image")
+    set_threads(threads)
+    scores = transport.model_folder.score(predictor.probabilities(images, engine.device.resolve_device(device)), labels)
+    if json:
+        print_json({"which": which.value, **scores})
+        return
+    _print_scores(f"{which.value}: {len(labels):,} images of {data}", scores)
+    if which is Which.all:
+        print("note: where these images were trained on, the numbers are too good")
 
-    def weigh(names: list[str]) -> str:
-        count, total = len(names), sum(header.tensors[n].end - header.tensors[n].start for n in names)
-        return f"{count} tensor(s), {total:,} bytes"
 
-    if header.kind != "upload":
-        return [("tensors", weigh(list(header.tensors)))]
-    task = header.manifest["task"]
-    try:
-        network = bundle.validate.model_tensors(
-            task["model"], task["channels"], len(task["classes"]), task["image_size"]
-        )
-    except UploadError:
-        network = {}
-    # Not by its name alone: a tensor of another shape could hold anything.
-    part = {name for name, info in header.tensors.items() if network.get(name, (0, 0))[1] == info.shape}
-    rest = [name for name in header.tensors if name not in part]
-    weights = [name for name in header.tensors if name in part and not _statistic(name)]
-    statistics = [name for name in header.tensors if name in part and _statistic(name)]
+def _answers(paths: Sequence[Path], predictor: Predictor, device: str) -> list[list[str]]:
+    probabilities = predictor.probabilities(transport.site_data.read_files(paths, predictor.task), device)
+    classes = predictor.task.classes
     return [
-        (f"weights of a {task['model']}", weigh(weights)),
-        ("means and variances of its features on the site's images", weigh(statistics)),
-        ("tensors that are no part of the network", f"{weigh(rest)}: {', '.join(rest)}" if rest else "none"),
+        [*map(report.tables.csv_text, (path, classes[int(row.argmax())])), *(f"{value:.6f}" for value in row)]
+        for path, row in zip(paths, probabilities, strict=True)
     ]
 
 
-def _statistic(name: str) -> bool:
-    return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+def _csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([report.tables.csv_text(title) for title in header])
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
-def _counts(manifest: dict[str, Any]) -> str:
-    counts = manifest["class_counts"]
-    if counts is None:
-        return "not in the file"
-    return ", ".join(f"{name}: {count}" for name, count in zip_longest(manifest["task"]["classes"], counts))
-
-
-def _plain(value: object) -> str:
-    return "not in the file" if value in (None, {}, []) else str(value)
+def _print_scores(title: str, scores: dict[str, Any]) -> None:
+    rows = transport.model_folder.metric_rows(scores)
+    print_table(title, ("metric", "value"), [("images", f"{scores['images']:,}"), *rows])

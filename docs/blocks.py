@@ -161,7 +161,9 @@ def _method_leaves(method: str, page: Path, root: Path) -> str:
     del page, root
     from fedbicross.methods import METHODS, create
 
-    said = {spec: create(spec).leaves for spec in (method, *(f"{method}:{v}" for v in METHODS[method].variants))}
+    said = {
+        spec: create(spec).upload_summary for spec in (method, *(f"{method}:{v}" for v in METHODS[method].variants))
+    }
     rows = [(f"`{spec}`", ", ".join(sorted(create(spec).needs)) or "nothing", text) for spec, text in said.items()]
     return table(("method", "the server needs", "what leaves"), rows)
 

@@ -12,6 +12,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from cli.console import call, config_file  # noqa: E402
+
 # Tiny tensors: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(int(os.environ.get("FEDBICROSS_TEST_THREADS", "1")))
 
@@ -49,6 +51,15 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real images: set FEDBICROSS_DATA to a folder with MedMNIST files")
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one tiny run by the command line, which tests read and copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    outcome = call("run", config_file(folder), "--out", folder / "tiny")
+    assert outcome.code == 0, outcome.err
+    return folder / "tiny"
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from fedbicross.bundle import pack
 from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.engine.recipe import Training
 from fedbicross.messages import Client, Predictor, Reply, Upload
+
+T = TypeVar("T")
 
 # Settings with which a method finishes in a fraction of a second; what is not here is as quick by default.
 TINY_METHODS: dict[str, dict[str, Any]] = {
@@ -99,3 +102,14 @@ class Mortal(MemoryStore):
         self.budget -= 1
         self.names.append(name)
         super().save(name, data)
+
+
+def survive(store: Mortal, lives: int, work: Callable[[], T]) -> T:
+    """What ``work`` returns in the end, killed after every ``lives`` files and begun again on the same store."""
+    for _ in range(200):
+        store.budget = lives
+        try:
+            return work()
+        except Killed:
+            continue
+    pytest.fail("no progress was made between kills")

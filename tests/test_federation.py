@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from fedbicross.federation import in_order, simulate
 from fedbicross.messages import Client, Predictor
 from fedbicross.methods import METHODS, create
 from imports import SOURCE, imports_of, modules_of, reachable
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, Killed, Mortal, survive, tiny_clients, tiny_context
 
 
 def test_nothing_reachable_from_any_fuse_imports_the_data_package() -> None:
@@ -73,31 +74,13 @@ def test_killed_anywhere_goes_on_where_it_stopped() -> None:
     clients = tiny_clients(2)
     whole = rows(simulate(create("fedavg"), clients, tiny_context()), clients[0].images)
 
-    class Killed(Exception):
-        pass
-
-    class Mortal(MemoryStore):
-        budget = 0
-
-        def save(self, name: str, data: bytes) -> None:
-            if self.budget == 0:
-                raise Killed
-            self.budget -= 1
-            super().save(name, data)
-
     for lives in range(3, 9):
         store = Mortal()
-        for _ in range(50):
-            store.budget = lives
-            ctx = tiny_context()
-            ctx.store = store
-            try:
-                again = rows(simulate(create("fedavg"), clients, ctx), clients[0].images)
-                break
-            except Killed:
-                continue
-        else:
-            pytest.fail("no progress was made between kills")
+
+        def work(store: Mortal = store) -> dict[str, np.ndarray]:
+            return rows(simulate(create("fedavg"), clients, replace(tiny_context(), store=store)), clients[0].images)
+
+        again = survive(store, lives, work)
         assert all(np.array_equal(whole[name], again[name]) for name in whole)
 
 
@@ -213,15 +196,6 @@ def test_a_deleted_reply_is_made_again(fusions: list[str]) -> None:
 def test_killed_while_it_copies_a_fusion_it_ends_with_the_same_files(fusions: list[str]) -> None:
     clients = tiny_clients(2)
 
-    class Mortal(MemoryStore):
-        budget = 10**6
-
-        def save(self, name: str, data: bytes) -> None:
-            if self.budget == 0:
-                raise InterruptedError
-            self.budget -= 1
-            super().save(name, data)
-
     def finished(store: MemoryStore) -> dict[str, bytes | None]:
         kinds = ("records/fuse/seed-0/primum-student/server.json", "replies/seed-0/primum-student/client-0.safetensors")
         last = "models/seed-0/primum-student/client-1.safetensors"
@@ -232,10 +206,10 @@ def test_killed_while_it_copies_a_fusion_it_ends_with_the_same_files(fusions: li
         simulate(create(spec, TINY_METHODS), clients, sharing(whole, spec))
     assert None not in finished(whole).values()
     for budget in range(10):  # uploads, their records, the copied record, replies, models
-        store = Mortal()
+        store = Mortal(10**6)
         simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
         store.budget = budget
-        with pytest.raises(InterruptedError):
+        with pytest.raises(Killed):
             simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
         store.budget = 10**6
         simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))

@@ -19,15 +19,6 @@ from cli.console import CONFIG, artefacts, call, config_file, console, results, 
 FILES = ("config.toml", "partition.json", "events.jsonl", "results.json", "report.html", "tables/results.md")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run that other tests read and copy."""
-    folder = tmp_path_factory.mktemp("finished")
-    outcome = call("run", config_file(folder), "--out", folder / "tiny")
-    assert outcome.code == 0, outcome.err
-    return folder / "tiny"
-
-
 @pytest.mark.slow
 def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
     outcome = console("run", config_file(tmp_path), cwd=tmp_path)

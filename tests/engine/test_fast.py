@@ -123,7 +123,7 @@ def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
     assert seen == [(n, n) for n in range(1, 6)]
 
 
-def test_jobs_side_by_side_keep_their_order() -> None:
+def test_jobs_on_streams_keep_their_order() -> None:
     assert run_on_streams([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
 
 

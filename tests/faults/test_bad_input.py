@@ -283,14 +283,6 @@ def test_natural_partition_without_sites(tmp_path: Path) -> None:
 # --- partition files ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    outcome = call("run", config_file(folder), "--out", folder / "tiny")
-    assert outcome.code == 0, outcome.err
-    return folder / "tiny"
-
-
 def changed(text: str, key: str, value: Any) -> str:
     found = json.loads(text)
     found["partitions"]["0"][key] = value

@@ -23,12 +23,6 @@ SETTINGS = {**TINY_METHODS["co_boosting"], "epochs": 2, "steps": 2, "storage": "
 
 
 @pytest.fixture(scope="module")
-def uploads() -> list[Upload]:
-    ctx = tiny_context()
-    return [create("co_boosting").upload(client, ctx) for client in tiny_clients(3)]
-
-
-@pytest.fixture(scope="module")
 def usual(uploads: list[Upload]) -> Tensor:
     return made().fuse(uploads, tiny_context())[0].tensors["head.weight"]
 

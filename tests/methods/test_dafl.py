@@ -23,12 +23,6 @@ SETTINGS = {**TINY_METHODS["dafl"], "steps": 2, "lr": 0.02, "lr_generator": 2e-3
 
 
 @pytest.fixture(scope="module")
-def uploads() -> list[Upload]:
-    ctx = tiny_context()
-    return [create("dafl").upload(client, ctx) for client in tiny_clients(3)]
-
-
-@pytest.fixture(scope="module")
 def usual(uploads: list[Upload]) -> Tensor:
     return made().fuse(uploads, tiny_context())[0].tensors["head.weight"]
 

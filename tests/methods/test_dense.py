@@ -26,12 +26,6 @@ SETTINGS = {**TINY_METHODS["dense"], "epochs": 2, "steps": 2, "storage": "fp32",
 
 
 @pytest.fixture(scope="module")
-def uploads() -> list[Upload]:
-    ctx = tiny_context()
-    return [create("dense").upload(client, ctx) for client in tiny_clients(3)]
-
-
-@pytest.fixture(scope="module")
 def usual(uploads: list[Upload]) -> Tensor:
     return made().fuse(uploads, tiny_context())[0].tensors["head.weight"]
 

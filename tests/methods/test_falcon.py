@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross import models
-from fedbicross.context import Context, MemoryStore
+from fedbicross.context import Context
 from fedbicross.errors import ConfigError, MethodError, UploadError
 from fedbicross.federation import simulate
-from fedbicross.messages import Client, Reply, Upload
+from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.falcon import Falcon
 from fedbicross.parts.features import take_prefix
@@ -25,7 +25,7 @@ from fedbicross.parts.features import tokens as tokens_of
 from fedbicross.parts.heads import hold_out_rows, seeded
 from fedbicross.parts.sequences import draw_apart, local_generator
 from fedbicross.steps.tokens import exact_copies, nearest_cosine
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, Mortal, survive, tiny_clients, tiny_context
 
 SETTINGS = TINY_METHODS["falcon"]
 
@@ -342,34 +342,16 @@ def test_variants_share_generator_and_classifier_and_encoder_is_not_needed_at_th
     method().fuse([Upload.unpack(first.pack())], tiny_context())
 
 
-class Killed(Exception):
-    pass
-
-
-class Mortal(MemoryStore):
-    budget = 0
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.budget == 0:
-            raise Killed
-        self.budget -= 1
-        super().save(name, data)
-
-
 def test_killed_anywhere_goes_on_to_the_same_bytes() -> None:
     clients, falcon = tiny_clients(2), method("falcon:personal", send="sequences")
     whole = simulate(falcon, clients, tiny_context())
     for lives in (7, 16):
         store = Mortal()
-        for _ in range(60):
-            store.budget = lives
-            try:
-                again = simulate(falcon, clients, replace(tiny_context(), store=store, seconds_between_stages=0.0))
-                break
-            except Killed:
-                continue
-        else:
-            pytest.fail("no progress was made between kills")
+
+        def work(store: Mortal = store) -> dict[str, Predictor]:
+            return simulate(falcon, clients, replace(tiny_context(), store=store, seconds_between_stages=0.0))
+
+        again = survive(store, lives, work)
         assert {n: p.pack() for n, p in again.items()} == {n: p.pack() for n, p in whole.items()}
 
 

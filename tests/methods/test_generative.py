@@ -27,19 +27,6 @@ each = pytest.mark.parametrize("name", NAMES)
 SMALL = {"epochs": 2, "steps": 2}
 
 
-@pytest.fixture(scope="module")
-def trained() -> Context:
-    ctx = tiny_context()
-    for client in tiny_clients(3):
-        ctx.local_model(client)
-    return ctx
-
-
-@pytest.fixture(scope="module")
-def uploads(trained: Context) -> list[Upload]:
-    return [create("dense").upload(client, trained) for client in tiny_clients(3)]
-
-
 def tiny(spec: str, **settings: Any) -> Any:
     name = spec.partition(":")[0]
     return create(spec, {name: {**TINY_METHODS[name], **SMALL, **settings}})

@@ -17,7 +17,7 @@ from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import records, round_records, simulate
 from fedbicross.messages import Predictor, Reply, Upload
 from fedbicross.methods import create
-from small import TINY_METHODS, Killed, Mortal, tiny_clients, tiny_context
+from small import TINY_METHODS, Mortal, survive, tiny_clients, tiny_context
 
 NAMES = ["fedisca", "e_fedisca"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -99,15 +99,7 @@ def test_killed_anywhere_three_shots_end_with_the_same_bytes(
     expected, ctx = run(method, MemoryStore(), rounds)
     assert [number for number, _ in rounds] == [1, 2, 3]
     store, again = Mortal(), list[tuple[int, bytes]]()
-    for _ in range(200):
-        store.budget = lives
-        try:
-            found, resumed = run(method, store, again)
-            break
-        except Killed:
-            continue
-    else:
-        pytest.fail("no progress between kills")
+    found, resumed = survive(store, lives, lambda: run(method, store, again))
     assert found == expected
     assert sorted(set(again)) == rounds, "shown again after a kill, but never another model"
     names = ["client-0", "client-1"]

@@ -32,14 +32,6 @@ all_of_both = pytest.mark.parametrize("name", [*NAMES, *GENERATIVE])
 
 
 @pytest.fixture(scope="module")
-def trained() -> Context:
-    ctx = tiny_context()
-    for client in tiny_clients(3):
-        ctx.local_model(client)
-    return ctx
-
-
-@pytest.fixture(scope="module")
 def uploads(trained: Context) -> list[Upload]:
     return [create("fedisca:class_weighted").upload(client, trained) for client in tiny_clients(3)]
 

@@ -113,7 +113,7 @@ class Strip:
 def describe_synthesis(
     record: Record, title: str, teacher: Teacher, images: Tensor, labels: Tensor, classes: Sequence[str]
 ) -> None:
-    """What there is to say of images inverted from ``teacher``."""
+    """Diagnosis of images inverted from ``teacher``."""
     logits = teacher.ensemble.logits(images).mean(0)
     soft = replace(teacher, temperature=1.0).original(images)
     describe_images(record, title, logits, soft, images, labels, classes, INVERSION_HINTS)

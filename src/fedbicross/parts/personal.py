@@ -39,8 +39,8 @@ def distil_personal(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The personal model f_pers and, on held-out local images, the accuracies of all three models.
 
-    Training uses the same local split as the client's own training did, so that the validation images are fresh to
-    none of the three models' losses; a client too small to have any gets no comparison.
+    Training uses the same local split as the client's own training did, so that none of the three models was trained
+    on the validation images; a client too small to have any gets no comparison.
     """
     name, *shape = ctx.architecture
     own = ctx.model_of(client)  # only its answers are used, so that it may be of any architecture

@@ -162,7 +162,7 @@ class Replay:
         return recorded(self.captured, f"ask {tuple(images.shape)}", step, [], self.ctx.fast)(images)[0]
 
     def describe(self, hints: Mapping[str, str]) -> None:
-        """At the end: what there is to say of the last batch, and of the student."""
+        """At the end: diagnosis of the last batch and of the student."""
         last = self.pool.batch(-1)
         logits = adversarial.weighted_logits(self.ask(last["images"]), self.weights)
         self.log.describe(last["images"], last["labels"], logits, self.student, hints)

@@ -1,4 +1,4 @@
-"""Students: how they start, how they learn from soft labels, and what becomes of them."""
+"""Students: initialisation, SGD steps towards soft labels, and the finished student at the client."""
 
 from __future__ import annotations
 

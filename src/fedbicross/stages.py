@@ -7,6 +7,8 @@ A method's loop reads as its paper's. What the loop changes are the stage's part
     for epoch, (sample,) in stage.samples("epoch", config.epochs, [trajectory]):
         lr = config.lr * lr_multiplier(config.schedule, stage.progress)
         log.add(sample, distillation=learn(student, sample, config, lr))
+
+The names of the parts (``student``, ``watch``) are those of the file: another name could not load an older checkpoint.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import typer
 from fedbicross import __version__
 from fedbicross.cli import (
     audit,
+    check,
     client,
     data,
     demo,
@@ -55,6 +56,7 @@ app.command("run")(run.run)
 app.command("resume")(resume.resume)
 app.command("report")(report.report)
 app.command("audit")(audit.audit)
+app.command("check")(check.check)
 app.command("validate")(validate.validate)
 app.command("list")(listing.listing)
 app.add_typer(data.app, name="data")

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.console import CONFIG, call, config_file, console, results
+from cli.console import CONFIG, call, config_file, console, results, write_npz
 from data.scans import NAME, dicom
 from data.test_check import brain, noise
 from fedbicross.context import Task
 from fedbicross.data import Split
 from fedbicross.errors import DataError
 from fedbicross.exchange import Client
-from fedbicross.transport.site_data import check_site, load_site
+from fedbicross.transport.site_data import check_site, image_files, load_site, read_files
 
 OWN = CONFIG.replace("train_size = 60\ntest_size = 30\n", "")
 
@@ -64,7 +64,7 @@ def test_run_refuses_and_can_be_told_to_go_on(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     found = results(tmp_path / "out")
     assert found["config"]["data"]["accept"] == ["same_image_in_both"]
-    assert any("lie in the training set too" in text and "(accepted)" in text for text in found["warnings"])
+    assert any("also in the training set" in text and "(accepted)" in text for text in found["warnings"])
     assert call(*args, "--out", tmp_path / "two", "--accept", "leaks").err.startswith("error[unknown_accept]")
 
 
@@ -100,32 +100,55 @@ def test_no_stored_file_of_a_run_names_a_patient(tmp_path: Path) -> None:
     assert shown.json()["patients"] == {"train": 8, "test": 2, "both": 0}
 
 
-def test_no_upload_names_a_patient(tmp_path: Path) -> None:
-    hospital(tmp_path / "scans")
+def agree(root: Path, classes: str, images: Path) -> tuple[str | Path, ...]:
+    """A federation of two, and the command by which the first one trains."""
     for name in ("north", "south", "server"):
-        assert call("client", "keygen", "--out", tmp_path / f"{name}.key").code == 0
+        assert call("client", "keygen", "--out", root / f"{name}.key").code == 0
     settings = ("training.epochs=1", "training.recipe='modern'", "class_counts.smallest=0")
-    federation = tmp_path / "federation.toml"
+    federation, work = root / "federation.toml", root / "site"
     made = call(
-        *("federation", "init", "--out", federation, "--classes", "a,b", "--server", tmp_path / "server.pub"),
-        *("--client", f"north={tmp_path / 'north.pub'}", "--client", f"south={tmp_path / 'south.pub'}"),
+        *("federation", "init", "--out", federation, "--classes", classes, "--server", root / "server.pub"),
+        *("--client", f"north={root / 'north.pub'}", "--client", f"south={root / 'south.pub'}"),
         *("--image-size", "8", "--channels", "1", "--model", "resnet8", "--method", "fedavg"),
         *(word for setting in settings for word in ("--set", setting)),
     )
     assert made.code == 0, made.err
-    work = tmp_path / "site"
-    outcome = call(
-        *("client", "train", "--data", tmp_path / "scans", "--key", tmp_path / "north.key", "--federation", federation),
-        *("--work", work / "work", "--out", work / "north.safetensors"),
-    )
+    place = ("--federation", federation, "--work", work / "work", "--out", work / "north.safetensors")
+    return ("client", "train", "--data", images, "--key", root / "north.key", *place)
+
+
+def test_no_upload_names_a_patient(tmp_path: Path) -> None:
+    outcome = call(*agree(tmp_path, "a,b", hospital(tmp_path / "scans")))
     assert outcome.code == 0, outcome.err
-    assert (work / "north.safetensors").is_file() and identities(work) == []
+    assert (tmp_path / "site" / "north.safetensors").is_file() and identities(tmp_path / "site") == []
+
+
+def test_client_train_refuses_before_it_trains(tmp_path: Path) -> None:
+    train = agree(tmp_path, "glioma_tumor,no_tumor", brain(tmp_path / "brain"))
+    outcome = call(*train)
+    assert outcome.code == 3 and outcome.err.startswith("error[same_image_in_both]: 6 test images"), outcome.err
+    assert not (tmp_path / "site" / "north.safetensors").exists()
+    outcome = call(*train, "--accept", "same_image_in_both")
+    assert outcome.code == 0 and "warning: 6 test images (20.0%) also in the training set" in outcome.err
+
+
+def test_images_to_predict_may_be_dicom(tmp_path: Path) -> None:
+    dicom(tmp_path / "in" / "IM-0001", np.arange(64, dtype=np.uint8).reshape(8, 8))
+    os.mkfifo(tmp_path / "in" / "pipe")
+    (tmp_path / "in" / "notes.txt").write_text("hello")
+    [found] = image_files([tmp_path / "in"])
+    assert found.name == "IM-0001" and read_files([found], Task(("a", "b"), 8, 3, "resnet8")).shape == (1, 8, 8, 3)
+
+
+def test_arrays_of_any_size(tmp_path: Path) -> None:
+    found = call("check", write_npz(tmp_path / "own.npz", size=9), "--json").json()
+    assert found["layout"] == "arrays" and found["sizes"] == {"9 x 9": 42} and not found["refused"]
 
 
 def test_a_site_applies_the_same_rules(tmp_path: Path) -> None:
     task = Task(("glioma_tumor", "no_tumor"), 20, 1, "resnet8")
     client, held_out = load_site(brain(tmp_path / "brain"), task, "north", 0.2, 0)
-    with pytest.raises(DataError, match="lie in the training set too") as caught:
+    with pytest.raises(DataError, match="also in the training set") as caught:
         check_site(client, held_out, task.classes)
     assert caught.value.code == "same_image_in_both"
     assert check_site(client, held_out, task.classes, ["same_image_in_both"])

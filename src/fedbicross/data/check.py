@@ -20,6 +20,7 @@ from fedbicross.data.dataset import Images, Split
 from fedbicross.data.folder import PATIENTS, choose_test, columns, look_at, scan
 from fedbicross.data.layout import Entry, Found, Problem
 from fedbicross.data.load import load_dataset
+from fedbicross.data.medmnist import load_npz
 from fedbicross.data.pictures import Header, Reader, convert, eight_bit
 from fedbicross.errors import ConfigError, DataError, nearest
 from fedbicross.surroundings import Progress, Silent
@@ -135,8 +136,8 @@ def _copies(facts: Facts, published: bool) -> list[Finding]:
             Finding(
                 LEAK,
                 "refused" if refused else "warning",
-                f"{_count(shared, 'test image')} ({share:.1%}) lie in the training set too, pixel for pixel, so that "
-                "the model has seen the answer",
+                f"{_count(shared, 'test image')} ({share:.1%}) also in the training set, pixel for pixel: the model "
+                "has seen the answer",
                 f"remove the copies (`fedbicross check` lists them){_accept(LEAK, refused)}",
             )
         )
@@ -144,7 +145,7 @@ def _copies(facts: Facts, published: bool) -> list[Finding]:
         extra = sum(len(group.places) - 1 for group in copies if group.where == where)
         if extra:
             out.append(
-                Finding(f"copies_in_{where}", "warning", f"{_count(extra, f'{name} image')} are copies of others")
+                Finding(f"copies_in_{where}", "warning", f"{_count(extra, f'{name} image')} with the pixels of another")
             )
     if wrong := [group for group in copies if not group.same_label]:
         names = ", ".join(facts.classes[label] for label in sorted({facts.labels[p] for p in wrong[0].places}))
@@ -152,12 +153,12 @@ def _copies(facts: Facts, published: bool) -> list[Finding]:
             Finding(
                 "contradiction",
                 "warning",
-                f"{_count(len(wrong), 'image')} appear under several classes, e.g. under {names}",
+                f"{_count(len(wrong), 'image')} under several classes, e.g. under {names}",
                 "at most one of them is right",
             )
         )
     if blank := sum(key is None for key in facts.digests):
-        out.append(Finding("blank", "warning", f"{_count(blank, 'image')} are of one colour and show nothing"))
+        out.append(Finding("blank", "warning", f"{_count(blank, 'image')} of one colour, showing nothing"))
     return out
 
 
@@ -170,7 +171,7 @@ def _patients(facts: Facts) -> list[Finding]:
     both = len(sets[0] & sets[1])
     if not both:
         return []
-    message = f"{_count(both, 'patient')} of {len(sets[0] | sets[1])} are in both train and test"
+    message = f"{_count(both, 'patient')} of {len(sets[0] | sets[1])} in both train and test"
     return [Finding(PATIENTS, "refused", message, f"keep each on one side{_accept(PATIENTS, True)}")]
 
 
@@ -303,7 +304,7 @@ def check(source: str | Path, progress: Progress | None = None) -> Checked:
     seen = _decode_all(found, headers, out, shown)
     out.unreadable = found.problems
     if found.problems:
-        message = f"{_count(len(found.problems), 'file or line')} cannot be read, e.g. {found.problems[0].reason}"
+        message = f"{len(found.problems)} files or lines cannot be read, e.g. {found.problems[0].reason}"
         out.findings.append(Finding("unreadable", "refused", message, "mend, remove or unlist them; all are listed"))
     if not seen:
         out.findings.append(Finding("empty", "refused", f"{path} holds no image that can be read"))
@@ -361,7 +362,7 @@ def _describe(path: Path, seen: Sequence[tuple[Entry, Header, bytes | None]], ou
     out.modes = _tally(header.mode for header in headers)
     out.sizes = _tally(f"{header.width} x {header.height}" for header in headers)
     if long := sum(max(h.width, h.height) > LONG * min(h.width, h.height) for h in headers):
-        message = f"{_count(long, 'image')} are much longer than wide or wider than long"
+        message = f"{_count(long, 'image')} with one side more than {LONG} times the other"
         out.findings.append(
             Finding("long_images", "warning", message, "only the centre square is used: crop them first")
         )
@@ -374,12 +375,13 @@ def _describe(path: Path, seen: Sequence[tuple[Entry, Header, bytes | None]], ou
         message = "the DICOM files do not tell patients apart (no PatientID, or one for all)"
         out.findings.append(Finding("no_patients", "warning", message, "name them in a CSV manifest (patient_id)"))
     elif nameless and out.layout != "manifest":
-        message = f"{_count(nameless, 'DICOM file')} without PatientID count as a patient each"
+        message = f"{_count(nameless, 'DICOM file')} without PatientID, counted as a patient each"
         out.findings.append(Finding("no_patients", "warning", message, "name them in a CSV manifest (patient_id)"))
 
 
 def _check_arrays(source: str) -> Checked:
-    dataset = load_dataset(source)
+    # An array file says itself how large its images are.
+    dataset = load_npz(Path(source)) if source.lower().endswith(".npz") else load_dataset(source)
     out = Checked(source, "arrays")
     facts = Facts.of(dataset.classes, dataset.train, dataset.test)
     place = [*(f"train {i}" for i in range(len(dataset.train))), *(f"test {i}" for i in range(len(dataset.test)))]

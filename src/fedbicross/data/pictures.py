@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image as pillow
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 
 from fedbicross.data.files import Kind, kind_of, open_regular
 from fedbicross.errors import DataError
@@ -114,9 +114,11 @@ class Reader:
                 image = pillow.open(stream, formats=_FORMATS)
             except pillow.DecompressionBombError as error:
                 raise DataError("too_many_pixels", f"{path} is too large ({error})") from error
+            except UnidentifiedImageError as error:
+                kinds = ", ".join(_FORMATS)
+                raise DataError("unreadable_image", f"{path} is not a readable image (none of {kinds})") from error
             except _BROKEN as error:
-                reason = str(error).replace(repr(stream), "its content")
-                raise DataError("unreadable_image", f"{path} is not a readable image ({reason})") from error
+                raise DataError("unreadable_image", f"{path} is not a readable image ({error})") from error
             with image:
                 if image.width * image.height > self.max_pixels:
                     size = f"{image.width} x {image.height}"

@@ -312,7 +312,7 @@ def _exit_codes(_: str, page: Path, root: Path) -> str:
     from fedbicross.errors import FedBiCrossError
 
     rows: list[Row] = [(0, "", "everything went well")]
-    rows += [(1, "", "anything unexpected: a bug, please report it")]
+    rows += [(1, "", "`check`: the data would be refused; else anything unexpected: a bug, please report it")]
     kinds = sorted(FedBiCrossError.__subclasses__(), key=lambda cls: cls.exit_status)
     rows += [(cls.exit_status, f"`{cls.__name__}`", (cls.__doc__ or "").strip()) for cls in kinds]
     rows += [(130, "", "stopped with Ctrl-C; `fedbicross resume DIR` continues the run")]

@@ -38,7 +38,17 @@ def test_lazy_names_resolve() -> None:
 @pytest.mark.slow
 def test_nothing_depends_on_the_order_of_lazy_imports() -> None:
     """``EAGER_IMPORT`` of lazy_loader loads every name at once: no circles, and no package of an extra."""
-    extras = ("flwr", "ray", "onnx", "onnxscript", "transformers", "diffusers", "efficientnet_lite_pytorch")
+    extras = (
+        "flwr",
+        "ray",
+        "onnx",
+        "onnxscript",
+        "pydicom",
+        "nibabel",
+        "transformers",
+        "diffusers",
+        "efficientnet_lite_pytorch",
+    )
     code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import fedbicross; print(fedbicross.__version__)"
     for order in range(3):  # lazy_loader goes through sets of names
         environment = {**os.environ, "EAGER_IMPORT": "1", "PYTHONHASHSEED": str(order)}

@@ -21,7 +21,7 @@ from fedbicross.methods import method_names
 from fedbicross.models import MODELS
 from fedbicross.models.encoders import ENCODERS
 
-VERBS = ("demo", "run", "resume", "report", "validate", "list", "data")
+VERBS = ("demo", "run", "resume", "report", "check", "validate", "list", "data")
 
 
 def test_version_and_help() -> None:

@@ -221,7 +221,7 @@ def test_arrays_from_python_and_a_client_without_images(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 255, (40, 12, 12, 3)).astype(np.uint8)
     labels = rng.integers(0, 2, 40)
-    dataset = Dataset.from_arrays("mine", images, labels, images[:10], labels[:10])
+    dataset = Dataset.from_arrays("mine", images[10:], labels[10:], images[:10], labels[:10])
     results = fedbicross.run(
         dataset,
         model="resnet8",
@@ -307,7 +307,7 @@ def test_more_architectures_than_sites_in_the_data_are_refused(tmp_path: Path) -
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 255, (40, 8, 8, 3)).astype(np.uint8), rng.integers(0, 2, 40)
     sites = np.array(["north", "south"])[np.arange(40) % 2]
-    dataset = Dataset.from_arrays("mine", images, labels, images[:10], labels[:10], train_sites=sites)
+    dataset = Dataset.from_arrays("mine", images[10:], labels[10:], images[:10], labels[:10], train_sites=sites[10:])
     config = load_config(
         flags={
             "data": {"name": "python:mine"},

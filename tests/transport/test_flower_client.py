@@ -172,6 +172,18 @@ def test_of_an_error_only_its_code_leaves(site: Site, change: dict[str, str], co
     assert "/" not in words(answer)
 
 
+def test_images_that_mean_nothing_are_not_trained_on(site: Site) -> None:
+    for label in site.federation.classes:  # whichever are held out, most of them are trained on too
+        folder = site.folder / "images" / label
+        for file in list(folder.iterdir()):
+            for number in range(4):
+                (folder / f"copy-{number}-{file.name}").write_bytes(file.read_bytes())
+    assert envelope.note_of(site.ask("train")) == {"code": "same_image_in_both"}
+    site.config["accept"] = "same_image_in_both"
+    assert files.verify_upload(site.federation, envelope.bundle_of(site.ask("train"))).client == "north"
+    assert "warning: " in site.log()
+
+
 def test_of_a_bug_only_the_word_unexpected_leaves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise ValueError("patient Smith, 3 May")

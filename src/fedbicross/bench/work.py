@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -310,7 +310,7 @@ def _prepare(config: RunConfig) -> runner.Prepared:
     """Images and their partition, read once for all methods of a federation."""
     bare = config.model_copy(update={"methods": ["local_only"], "method": {}, "name": "bench"})
     found = _load(bare.model_dump_json())
-    return runner.Prepared(config, found.dataset, found.partitions, found.device, found.precision, found.fast)
+    return replace(found, config=config)
 
 
 @lru_cache(maxsize=1)

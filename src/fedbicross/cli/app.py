@@ -10,6 +10,7 @@ from fedbicross import __version__
 from fedbicross.cli import (
     audit,
     bench,
+    check,
     client,
     data,
     demo,
@@ -56,6 +57,7 @@ app.command("run")(run.run)
 app.command("resume")(resume.resume)
 app.command("report")(report.report)
 app.command("audit")(audit.audit)
+app.command("check")(check.check)
 app.command("validate")(validate.validate)
 app.command("list")(listing.listing)
 app.add_typer(bench.app, name="bench")

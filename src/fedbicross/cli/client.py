@@ -17,6 +17,7 @@ from fedbicross.cli import common, describe_bundle
 from fedbicross.cli.common import (
     FEDERATION,
     WORK,
+    AcceptOption,
     DeviceOption,
     FederationOption,
     JsonOption,
@@ -63,6 +64,7 @@ def train(
     federation: FederationOption = FEDERATION,
     name: Annotated[str | None, typer.Option(help="the site's name (default: whose key this is)")] = None,
     out: Annotated[Path | None, typer.Option(help="the file to send (default: <name>.safetensors)")] = None,
+    accept: AcceptOption = None,
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -81,8 +83,11 @@ def train(
     kept = folder / transport.files.SENT
     check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
     client, held_out = transport.site_data.load_site(data, agreed.task, site, agreed.hold_out, agreed.seed)
+    warnings = transport.site_data.check_site(client, held_out, agreed.classes, accept or [])
     set_threads(threads)
     with progress() as shown:
+        for warning in warnings:
+            shown.say(f"warning: {warning}")
         shown.say(f"{site}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
         sent = transport.files.make_upload(agreed, client, private, folder, shown, device=device)
     write_new(target, sent)

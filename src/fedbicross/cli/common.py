@@ -25,6 +25,9 @@ FederationOption = Annotated[Path, typer.Option("--federation", help="the file t
 WorkOption = Annotated[Path, typer.Option(help="where unfinished and private work is kept, by run")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads (default: torch's choice)")]
+AcceptOption = Annotated[
+    list[str] | None, typer.Option("--accept", help="go on in spite of this finding of `fedbicross check`, by code")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="for programs")]
 
 FEDERATION = Path("federation.toml")

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fedbicross.cli.common import FEDERATION, WORK, DeviceOption, FederationOption, JsonOption, WorkOption
+from fedbicross.cli.common import (
+    FEDERATION,
+    WORK,
+    AcceptOption,
+    DeviceOption,
+    FederationOption,
+    JsonOption,
+    WorkOption,
+)
 from fedbicross.cli.show import print_json
 from fedbicross.transport import flower
 
@@ -73,11 +81,14 @@ def join(
     ca: Annotated[Path, typer.Option(help="ca.crt of the server")] = Path("ca.crt"),
     node_key: Annotated[Path, typer.Option(help="key made by `flower node-key`")] = Path("node.key"),
     federation: FederationOption = FEDERATION,
+    accept: AcceptOption = None,
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
 ) -> None:
     """At a site: start the SuperNode and stay; it answers when the server asks."""
-    settings = flower.settings.site_settings(federation=federation, key=key, work=work, data=data, device=device)
+    settings = flower.settings.site_settings(
+        federation=federation, key=key, work=work, data=data, device=device, accept=",".join(accept or [])
+    )
     if flower.deploy.lock_is_void():
         typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
     flower.deploy.supernode(settings, server, ca, node_key).become()

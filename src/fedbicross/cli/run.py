@@ -44,6 +44,7 @@ def run(
     engine: Annotated[Engine, typer.Option(help="local, or ray: seeds and methods spread over its workers")] = (
         Engine.local
     ),
+    accept: Annotated[list[str] | None, typer.Option(help="go on in spite of this finding of `check`, by code")] = None,
     assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
     json: Annotated[bool, typer.Option("--json", help="print results.json instead of the table")] = False,
 ) -> None:
@@ -57,7 +58,7 @@ def run(
         "device": device,
         "precision": precision,
         "baselines": None if baselines else [],
-        "data": {"name": data, "dir": None if data_dir is None else str(data_dir)},
+        "data": {"name": data, "dir": None if data_dir is None else str(data_dir), "accept": accept or None},
         "partition": {"kind": partition, "alpha": alpha},
         "training": {"epochs": epochs},
         "name": None if out is None else out.name,

@@ -1,5 +1,7 @@
+from . import check as check
 from . import fetch as fetch
 from . import folder as folder
+from . import grid as grid
 from .catalogue import DATASETS as DATASETS
 from .catalogue import DatasetInfo as DatasetInfo
 from .dataset import Dataset as Dataset

@@ -93,7 +93,8 @@ class Dataset:
             if len(shared):
                 raise DataError(
                     "patient_in_both_splits",
-                    f"{self.name}: {len(shared)} patients are in both train and test, e.g. {str(shared[0])!r}",
+                    f"{self.name}: {len(shared)} patients are in both train and test, e.g. {str(shared[0])!r}; "
+                    "keep each on one side, or --accept patient_in_both_splits, which ignores patients",
                 )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,14 @@ def load_dataset(
     train_size: int | None = None,
     test_size: int | None = None,
     test_fraction: float = 0.2,
+    accept: Sequence[str] = (),
 ) -> Dataset:
     """Load ``cells``, a MedMNIST set by name, or the folder, ``.csv`` or ``.npz`` at a path.
 
     ``train_size`` and ``test_size`` keep at most so many of each split, with the same class shares (for ``cells``: how
-    many to draw). ``test_fraction`` is held out only where the data name no test images. Nothing is downloaded here.
+    many to draw). ``test_fraction`` is held out only where the data name no test images. ``accept`` names
+    findings of ``fedbicross check`` that are not to stop it (``patient_in_both_splits``: patients are then ignored).
+    Nothing is downloaded here.
     """
     if seed < 0:
         raise ConfigError("bad_seed", f"the seed must be 0 or more, got {seed}")
@@ -43,7 +47,7 @@ def load_dataset(
         place = default_data_dir() if data_dir is None else Path(data_dir)
         dataset = medmnist.load_medmnist(text, place, image_size)
     else:
-        dataset = _load_path(Path(text), image_size, test_fraction, np.random.default_rng((seed, 0)))
+        dataset = _load_path(Path(text), image_size, test_fraction, np.random.default_rng((seed, 0)), accept)
     train_part = _subset(dataset.train, train_size, np.random.default_rng((seed, 1)))
     test_part = _subset(dataset.test, test_size, np.random.default_rng((seed, 2)))
     if train_part is dataset.train and test_part is dataset.test:
@@ -51,14 +55,14 @@ def load_dataset(
     return Dataset(dataset.name, dataset.classes, train_part, test_part, dataset.note)
 
 
-def _load_path(path: Path, image_size: int, test_fraction: float, rng: np.random.Generator) -> Dataset:
+def _load_path(
+    path: Path, image_size: int, test_fraction: float, rng: np.random.Generator, accept: Sequence[str]
+) -> Dataset:
     suffix = path.suffix.lower()
     if suffix == ".npz":
         return medmnist.load_npz(path, image_size)
-    if suffix == ".csv":
-        return folder.load_manifest(path, image_size, test_fraction=test_fraction, rng=rng)
-    if path.is_dir():
-        return folder.load_folder(path, image_size, test_fraction=test_fraction, rng=rng)
+    if suffix == ".csv" or path.is_dir():
+        return folder.load_folder(path, image_size, test_fraction=test_fraction, rng=rng, accept=accept)
     if path.exists():
         raise DataError("unknown_format", f"{path} is neither a folder nor a .csv or .npz file")
     if len(path.parts) > 1:

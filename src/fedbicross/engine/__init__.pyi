@@ -1,3 +1,4 @@
+from . import combine as combine
 from . import device as device
 from . import ensemble as ensemble
 from . import fast as fast

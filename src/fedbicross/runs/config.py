@@ -47,6 +47,9 @@ class DataSettings(Settings):
     test_size: int | None = Field(None, ge=1, description="use at most so many test images (cells: draw so many)")
     test_fraction: float = Field(0.2, gt=0, lt=1, description="held out where the data bring no test set")
     seed: int = Field(0, description="seed of drawing, subsampling and splitting; the same for all run seeds")
+    accept: list[str] = Field(
+        default_factory=list, description="findings of `fedbicross check` that shall not stop the run, by code"
+    )
 
 
 class PartitionSettings(Settings):
@@ -217,6 +220,8 @@ def check(config: RunConfig) -> None:
     name = config.data.name
     if name not in data.DATASETS and not name.startswith("python:") and not _exists(name):
         raise ConfigError("unknown_data", f"no data set and no path {name!r}{nearest(name, data.DATASETS)}")
+    if config.data.accept:
+        data.check.check_accept(config.data.accept)
     if len(set(config.seeds)) < len(config.seeds):
         raise ConfigError("seeds", "seeds: each seed once")
     if not config.all_methods():

@@ -20,7 +20,8 @@ from fedbicross import __version__, models, seeds
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
-from fedbicross.data import Dataset, Partition, client_images, load_dataset, make_partition, test_images
+from fedbicross.data import DATASETS, Dataset, Partition, client_images, load_dataset, make_partition, test_images
+from fedbicross.data import check as check_data
 from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
 from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
@@ -57,6 +58,7 @@ class Prepared:
     device: str
     precision: str
     fast: bool  # the fast path; the plain one is the reference
+    warnings: list[str]  # what is odd about the data
 
     @property
     def partition_text(self) -> str:
@@ -74,13 +76,24 @@ def prepare(config: RunConfig, dataset: Dataset | None = None) -> Prepared:
             raise RunError("needs_dataset", "this run used arrays from Python: pass the same dataset to resume it")
         settings = config.data.model_dump(exclude={"name", "dir"})
         dataset = load_dataset(config.data.name, data_dir=config.data.dir, **settings)
+    warnings = _judge(config, dataset)
     for name in dict.fromkeys([config.model, *config.client_models]):
         models.check(name, dataset.channels, len(dataset.classes), dataset.image_size)
     partitions = {seed: _partition(config, dataset, seed) for seed in config.seeds}
     for partition in partitions.values():
         config.models_of(partition.clients)
     fast = device == "cuda" and not config.deterministic
-    return Prepared(config, dataset, partitions, device, resolve_precision(config.precision, device), fast)
+    precision = resolve_precision(config.precision, device)
+    return Prepared(config, dataset, partitions, device, precision, fast, warnings)
+
+
+def _judge(config: RunConfig, dataset: Dataset) -> list[str]:
+    """Refuse data on which a result would mean nothing; a word about what may mislead."""
+    name = config.data.name
+    if name == "cells":  # drawn anew for every seed
+        return []
+    facts = check_data.Facts.of(dataset.classes, dataset.train, dataset.test)
+    return check_data.settle(check_data.judge(facts, published=name in DATASETS), config.data.accept)
 
 
 def _partition(config: RunConfig, dataset: Dataset, seed: int) -> Partition:
@@ -348,7 +361,8 @@ def _header(prepared: Prepared) -> dict[str, Any]:
             }
             for name, count in zip(partition.clients, counts, strict=True)
         ]
-    warnings = [warning for partition in prepared.partitions.values() for warning in partition.warnings]
+    warnings = list(prepared.warnings)
+    warnings += [warning for partition in prepared.partitions.values() for warning in partition.warnings]
     excluded = [entry["client"] for entries in everyone.values() for entry in entries if entry["excluded"]]
     warnings += [f"{client} has no images and takes no part" for client in excluded]
     if prepared.config.quick:

@@ -12,10 +12,13 @@ import numpy as np
 
 from fedbicross import seeds
 from fedbicross.context import Task
-from fedbicross.data import DATASETS, Split, load_dataset
+from fedbicross.data import DATASETS, Split, check, load_dataset
 from fedbicross.data.dataset import Dataset, Images, default_classes
-from fedbicross.data.folder import SUFFIXES, Entry, read_images, scan_folder, scan_manifest
+from fedbicross.data.files import KNOWN, kind_of, why_strange
+from fedbicross.data.folder import columns, find_images, read_images
+from fedbicross.data.layout import Entry
 from fedbicross.data.patient_groups import split_off_test
+from fedbicross.data.pictures import Header
 from fedbicross.errors import DataError, nearest
 from fedbicross.messages import Client
 
@@ -28,8 +31,8 @@ def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: 
     """
     path = Path(source)
     if path.is_dir() or path.suffix.lower() == ".csv":
-        entries = scan_folder(path) if path.is_dir() else scan_manifest(path)
-        train, test = _split(_read(path, entries, task), entries, hold_out, seed)
+        found, headers = find_images(path)
+        train, test = _split(_read(path, found.entries, headers, task), found.entries, hold_out, seed)
     else:
         dataset = load_dataset(source, image_size=task.image_size)
         _check_label_map(dataset, task)
@@ -39,14 +42,20 @@ def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: 
     return Client(name, train.images, train.labels, train.patients), test
 
 
+def check_site(client: Client, held_out: Split, classes: Sequence[str], accept: Sequence[str] = ()) -> list[str]:
+    """Refuse images on which the site's own test would mean nothing; warnings about the rest."""
+    facts = check.Facts.of(classes, Split(client.images, client.labels, client.patients), held_out)
+    return check.settle(check.judge(facts, site=True), accept)
+
+
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """The images among files and folders, in a fixed order; a file that is named is taken whatever its ending."""
     found: list[Path] = []
     for source in sources:
         if source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+            inside = sorted(path for path in source.rglob("*") if not why_strange(path) and kind_of(path))
             if not inside:
-                raise DataError("empty", f"{source} holds no images ({', '.join(sorted(SUFFIXES))})")
+                raise DataError("empty", f"{source} holds no images ({KNOWN})")
             found += inside
         elif source.is_file():
             found.append(source)
@@ -56,8 +65,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def read_files(paths: Sequence[Path], task: Task) -> Images:
-    """Image files as the task's networks take them, by the one rule of ``data.folder``."""
-    return as_channels(read_images(list(paths), task.image_size), task.channels, str(paths[0].parent))
+    """Image files as the task's networks take them, by the one rule of ``data.pictures``."""
+    return as_channels(read_images(paths, task.image_size), task.channels, str(paths[0].parent))
 
 
 def as_channels(images: Images, channels: int, where: str) -> Images:
@@ -69,21 +78,15 @@ def as_channels(images: Images, channels: int, where: str) -> Images:
     raise DataError("colour", f"{where}: colour images, but the sites agreed on grey ones; convert them first")
 
 
-def _read(path: Path, entries: Sequence[Entry], task: Task) -> Split:
-    if not entries:
-        raise DataError("empty", f"{path}: no images found ({', '.join(sorted(SUFFIXES))} in one folder per class)")
+def _read(path: Path, entries: Sequence[Entry], headers: Sequence[Header], task: Task) -> Split:
     numbers = {name: number for number, name in enumerate(task.classes)}
     for label in sorted({entry.label for entry in entries}):
         if label not in numbers:
             hint = nearest(label, numbers)
             raise DataError("unknown_class", f"{path}: class {label!r} is not in the agreed label map{hint}")
     labels = np.array([numbers[entry.label] for entry in entries], np.int64)
-    images = read_files([entry.path for entry in entries], task)
-    return Split(images, labels, _column([entry.patient for entry in entries]), _column([e.site for e in entries]))
-
-
-def _column(values: Sequence[str | None]) -> np.ndarray[tuple[int], np.dtype[np.str_]] | None:
-    return None if values[0] is None else np.array(values, dtype=np.str_)
+    images = read_images([(entry.path, entry.slice) for entry in entries], task.image_size, headers=headers)
+    return Split(as_channels(images, task.channels, str(path)), labels, *columns(entries))
 
 
 def _split(everything: Split, entries: Sequence[Entry], hold_out: float, seed: int) -> tuple[Split, Split]:

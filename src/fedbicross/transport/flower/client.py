@@ -49,9 +49,13 @@ class Site:
         return self.settings.folder(self.federation) / "replies" / f"{file_name(self.name)}.safetensors"
 
     def client(self) -> Client:
-        """The site's training images."""
+        """The site's training images, found fit to train on."""
         agreed = self.federation
-        return site_data.load_site(self.settings.data, agreed.task, self.name, agreed.hold_out, agreed.seed)[0]
+        client, held_out = site_data.load_site(self.settings.data, agreed.task, self.name, agreed.hold_out, agreed.seed)
+        accept = [code.strip() for code in self.settings.accept.split(",") if code.strip()]
+        for warning in site_data.check_site(client, held_out, agreed.classes, accept):
+            self.log.say(f"warning: {warning}")
+        return client
 
 
 def upload(site: Site, message: Message) -> Message:

@@ -57,6 +57,7 @@ class SiteSettings(MachineSettings):
     """``site.toml``: what a SuperNode is started with. It stays at the site."""
 
     data: str = Field(description="the site's images: folder of class folders, CSV manifest or .npz")
+    accept: str = Field("", description="findings of `fedbicross check` to go on in spite of, comma-separated codes")
 
     def name(self, federation: FederationFile) -> str:
         """Which site of the federation this is: the one that its key belongs to."""

@@ -34,4 +34,4 @@ def test_the_command_line_says_it_before_torch() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name not in SAID_BY_USER}
     out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment)
-    assert out.stdout.strip() == "20000 False", out.stderr
+    assert out.stdout.strip() == f"{BRIEFLY['GOMP_SPINCOUNT']} False", out.stderr

@@ -65,6 +65,11 @@ class Method(ABC, Generic[ConfigT]):
         return ("local_only:balanced",) if self.loss == "balanced" else ()
 
     @property
+    def adapts_prior(self) -> bool:
+        """Whether a client's model takes its class mix from the unlabelled images that it is asked about."""
+        return False
+
+    @property
     def rounds(self) -> int:
         """How many rounds of the three verbs; 1 is one-shot."""
         return 1

@@ -76,8 +76,10 @@ class PrimumConfig(MethodConfig):
     own: Literal["both", "balanced", "cross_entropy"] = Field(
         "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
     )
-    prior: Literal["own", "uniform"] = Field(
-        "own", description="for the client's own patients, by the gate; or the student as it is, for any patient"
+    prior: Literal["own", "uniform", "estimated"] = Field(
+        "own",
+        description="for the client's own patients, by the gate; or the student as it is, for any patient; or the "
+        "student under the class mix of the unlabelled images that it is asked about",
     )
 
 
@@ -89,6 +91,7 @@ class Primum(Method[PrimumConfig]):
     Config = PrimumConfig
     variants = {
         "student": {"prior": "uniform"},
+        "estimated": {"prior": "estimated"},
         "one_network": {"own": "balanced"},
         "no_counts": {"counts": "unknown"},
         "cross_entropy": {"loss": "cross_entropy"},
@@ -104,6 +107,7 @@ class Primum(Method[PrimumConfig]):
     }
     variant_notes = {
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
+        "estimated": "the student under a class mix estimated from the unlabelled images that it is asked about",
         "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
         "no_counts": "class counts stay at home: every client counts alike for every class",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
@@ -134,6 +138,11 @@ class Primum(Method[PrimumConfig]):
     def ways_alone(self) -> tuple[str, ...]:
         """What it uploads, and what it starts from at the client."""
         return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+
+    @property
+    def adapts_prior(self) -> bool:
+        """Whether the class mix is that of the images it is asked about."""
+        return self.config.prior == "estimated"
 
     @property
     def upload_summary(self) -> str:
@@ -227,4 +236,6 @@ class Primum(Method[PrimumConfig]):
         student = parts.students.global_student(reply, ctx)
         if self.config.prior == "uniform":
             return student
+        if self.config.prior == "estimated":
+            return parts.class_mix.calibrated(client, student, ctx)
         return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -24,8 +25,10 @@ from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
 from fedbicross.federation import simulate
 from fedbicross.messages import Predictor, file_name
+from fedbicross.parts.class_mix import adapt_prior
 from fedbicross.transport.federation_file import FederationFile, load_federation
-from fedbicross.transport.site_data import load_site
+from fedbicross.transport.model_folder import load_model
+from fedbicross.transport.site_data import load_site, read_files
 from small import packed_unchecked
 
 SITES = ("north", "south", "east")
@@ -418,6 +421,42 @@ def test_evaluate_scores_the_images_that_were_held_out(finished: Path, tmp_path:
     for path in sorted((tmp_path / "one" / "monocyte").iterdir())[1:]:
         path.unlink()
     assert "error[empty]" in call("client", "evaluate", "--model", model, "--data", tmp_path / "one").err
+
+
+def test_answers_under_the_class_mix_of_the_images_at_hand(finished: Path, tmp_path: Path) -> None:
+    data, whole = finished / "north" / "images", finished / "north" / "model"
+    network = load_model(whole)
+    count, folder = len(network.states[:1]), tmp_path / "model"
+    mixed = replace(
+        network,
+        architectures=network.architectures[:1],
+        states=network.states[:1],
+        combine="consensus",
+        class_weights=torch.full((count, 3), 0.5),
+        log_prior=torch.tensor([0.98, 0.01, 0.01]).log(),
+        referral=None,
+    )
+    shutil.copytree(whole, folder)
+    (folder / "model.safetensors").write_bytes(mixed.pack())
+    settings = json.loads((folder / "config.json").read_text())
+    settings["model_sha256"] = hashlib.sha256(mixed.pack()).hexdigest()
+    (folder / "config.json").write_text(json.dumps(settings))
+    files = sorted(data.rglob("*.png"))
+    images = read_files(files, TASK)
+    for flags, model in (((), mixed), (("--adapt-prior",), adapt_prior(mixed, images))):
+        ok("client", "predict", data, "--model", folder, "--out", tmp_path / f"{len(flags)}.csv", *flags)
+        rows = list(csv.DictReader((tmp_path / f"{len(flags)}.csv").read_text().splitlines()))
+        found = {row["image"]: [float(row[name]) for name in CLASSES] for row in rows}
+        expected = dict(zip(map(str, files), model.probabilities(images), strict=True))
+        assert found.keys() == expected.keys()
+        assert all(np.allclose(found[name], expected[name], atol=2e-6) for name in found)
+    fixed, adapted = (
+        ok("client", "evaluate", "--model", folder, "--data", data, "--which", "all", "--json", *flags).json()
+        for flags in ((), ("--adapt-prior",))
+    )
+    assert fixed["ece"] != adapted["ece"]
+    for verb in (("predict", data), ("evaluate", "--data", data)):
+        assert "error[no_class_mix]" in call("client", *verb, "--model", whole, "--adapt-prior").err
 
 
 def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:

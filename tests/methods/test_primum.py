@@ -20,7 +20,7 @@ from fedbicross.errors import ConfigError, MethodError, UploadError
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import METHODS, create
-from fedbicross.parts import gate
+from fedbicross.parts import class_mix, gate
 from fedbicross.parts.local import own_model
 from fedbicross.parts.pool import page_batches
 from fedbicross.steps.augment import draw_boxes, draw_views, zoomed
@@ -258,9 +258,10 @@ def test_settings_that_make_no_sense_are_refused(setting: str, value: object) ->
         tiny(**{setting: value})
 
 
-def test_every_variant_but_the_student_shares_the_gate() -> None:
+def test_every_variant_but_two_shares_the_gate() -> None:
+    without = {"student": "uniform", "estimated": "estimated"}
     for variant in METHODS["primum"].variants:
-        assert tiny(f"primum:{variant}").config.prior == ("uniform" if variant == "student" else "own")
+        assert tiny(f"primum:{variant}").config.prior == without.get(variant, "own")
 
 
 # --- killed and resumed -----------------------------------------------------------------------------------
@@ -344,6 +345,15 @@ def test_the_student_alone_is_for_patients_from_anywhere(reply: Reply, trained: 
     assert same(predictor.states[0], student_of(reply))
 
 
+def test_an_estimated_mix_needs_a_student_that_can_be_given_one(reply: Reply, trained: Context) -> None:
+    method, client = tiny("primum:estimated"), uneven()[0]
+    assert method.adapts_prior and not tiny().adapts_prior
+    predictor = method.personalize(client, reply, trained)
+    expected = class_mix.calibrated(client, tiny("primum:student").personalize(client, reply, trained), trained)
+    assert predictor.pack() == expected.pack() and len(predictor.states) == 1
+    assert class_mix.adapt_prior(predictor, client.images).log_prior is not None
+
+
 @pytest.mark.parametrize(
     ("spec", "losses"),
     [
@@ -373,6 +383,19 @@ def test_a_client_keeps_its_own_model_and_gets_the_student_where_the_gate_says_s
     assert predictor.combine == "consensus" and (predictor.referral is not None) == referred
 
 
+def test_one_network_in_the_end_learns_from_what_the_gate_gives(
+    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = uneven()[0]
+    asked: list[Any] = []
+    monkeypatch.setattr("fedbicross.parts.personal.distil_into_one", lambda *given: asked.append(given) or given[1])
+    found = tiny("primum:single", turns=False).personalize(client, reply, trained)
+    assert found.pack() == tiny().personalize(client, reply, trained).pack() == asked[0][1].pack()
+    _, _, starts, turns, _ = asked[0]
+    expected = [trained.with_loss(loss).local_model(client).state for loss in ("cross_entropy", "balanced")]
+    assert all(map(same, starts.states, [*expected, student_of(reply)])) and turns is False
+
+
 @pytest.mark.parametrize("own", ["both", "balanced", "cross_entropy"])
 def test_the_own_model_that_the_gate_starts_from_is_a_setting(
     own: Any, reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
@@ -385,15 +408,15 @@ def test_the_own_model_that_the_gate_starts_from_is_a_setting(
 
 
 def test_what_is_decided_at_home_does_not_change_what_leaves_or_what_the_server_makes(uploads: list[Upload]) -> None:
-    assert METHODS["primum"].at_client == {"own", "prior"}
+    assert METHODS["primum"].at_client == {"own", "prior", "single"}
     expected = tiny().fuse(uploads, tiny_context())[0].pack()
-    for settings in ({"own": "balanced"}, {"prior": "uniform"}):
+    for settings in ({"own": "balanced"}, {"prior": "uniform"}, {"prior": "estimated"}, {"single": True}):
         assert tiny(**settings).fuse(uploads, tiny_context())[0].pack() == expected
 
 
 def test_a_reply_that_is_no_network_is_refused(reply: Reply, trained: Context) -> None:
     client = uneven()[0]
-    for spec in ("primum", "primum:student"):
+    for spec in ("primum", "primum:student", "primum:estimated"):
         method = tiny(spec)
         with pytest.raises(UploadError) as caught:
             pipeline.personalize(method, client, Reply(reply.tensors, {"architecture": "cnn"}), trained, "x")

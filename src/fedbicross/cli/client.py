@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from fedbicross import bundle, engine, report, transport
+from fedbicross import bundle, engine, parts, report, transport
 from fedbicross.cli import common, describe_bundle
 from fedbicross.cli.common import (
     FEDERATION,
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
     from fedbicross.messages import Predictor
 
 BATCH = 256  # images read and answered at a time
+AdaptOption = Annotated[
+    bool,
+    typer.Option(
+        "--adapt-prior", help="answer under the class mix of these images, estimated without labels (primum:estimated)"
+    ),
+]
 ModelOption = Annotated[Path, typer.Option(help="the folder that `client personalize` wrote")]
 app = typer.Typer(help="What a hospital does: train, send, receive, use.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -181,6 +187,7 @@ def predict(
     images: Annotated[list[Path], typer.Argument(help="image files, or folders of them")],
     model: ModelOption,
     out: Annotated[Path | None, typer.Option(help="a CSV file (default: standard output)")] = None,
+    adapt_prior: AdaptOption = False,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
 ) -> None:
@@ -192,6 +199,9 @@ def predict(
     used = engine.device.resolve_device(device)
     set_threads(threads)
     rows: list[list[str]] = []
+    if adapt_prior:
+        everything = transport.site_data.read_files(paths, predictor.task)
+        predictor = parts.class_mix.adapt_prior(predictor, everything, used)
     with progress() as shown:
         update = shown.start("predicting", len(paths))
         for start in range(0, len(paths), BATCH):
@@ -213,6 +223,7 @@ def evaluate(
     which: Annotated[Which, typer.Option(help="held-out: those never trained on, by the federation's rule")] = (
         Which.held_out
     ),
+    adapt_prior: AdaptOption = False,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     json: JsonOption = False,
@@ -226,8 +237,11 @@ def evaluate(
         images, labels = np.concatenate([client.images, images]), np.concatenate([client.labels, labels])
     if not len(labels):
         raise DataError("empty", f"{data} holds no images that were held out; --which all scores every image")
+    used = engine.device.resolve_device(device)
     set_threads(threads)
-    scores = transport.model_folder.score(predictor.probabilities(images, engine.device.resolve_device(device)), labels)
+    if adapt_prior:
+        predictor = parts.class_mix.adapt_prior(predictor, images, used)
+    scores = transport.model_folder.score(predictor.probabilities(images, used), labels)
     if json:
         print_json({"which": which.value, **scores})
         return

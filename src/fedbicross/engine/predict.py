@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,24 +47,36 @@ def probabilities(
     store: Store | None = None,
 ) -> np.ndarray:
     """Class probabilities [n,C] float32 for uint8 images [n,H,W,C]."""
-    task = predictor.task
     if predictor.constant is not None:
         row = predictor.constant.float().cpu().numpy()
         return row[None].repeat(len(images), 0)
+    parts = [torch.zeros(0, len(predictor.task.classes))]
+    parts += [
+        combined(predictor, logits) for logits in batch_logits(predictor, images, device, precision, batch, store)
+    ]
+    out: np.ndarray = torch.cat(parts).numpy()
+    return out
+
+
+def batch_logits(
+    predictor: Predictor,
+    images: np.ndarray,
+    device: str = "cpu",
+    precision: str = "fp32",
+    batch: int = 500,
+    store: Store | None = None,
+) -> Iterator[Tensor]:
+    """Logits [N,B,C] of a predictor's networks, batch by batch on the device."""
+    task = predictor.task
     if predictor.encoder is not None:
-        return _from_features(predictor, images, device, batch, store)
+        yield from _from_features(predictor, images, device, batch, store)
+        return
     networks = [
         load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(device)
         for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
     ]
-    parts = []
     for start in range(0, len(images), batch):
-        chunk = to_device(images[start : start + batch], device)
-        parts.append(combined(predictor, member_logits(networks, chunk, precision)))
-    if not parts:
-        parts = [torch.zeros(0, len(task.classes))]
-    out: np.ndarray = torch.cat(parts).numpy()
-    return out
+        yield member_logits(networks, to_device(images[start : start + batch], device), precision)
 
 
 def combined(predictor: Predictor, logits: Tensor) -> Tensor:
@@ -77,23 +89,19 @@ def combined(predictor: Predictor, logits: Tensor) -> Tensor:
     return answer.cpu()
 
 
-@torch.no_grad()
 def _from_features(
     predictor: Predictor, images: np.ndarray, device: str, batch: int, store: Store | None
-) -> np.ndarray:
+) -> Iterator[Tensor]:
     """The same for heads on the features of a frozen encoder, which must be the one that they were trained with."""
     assert predictor.encoder is not None
     tokens = token_sequences(images, need_encoder(predictor.encoder, device), device, store)
-    classes = len(predictor.task.classes)
     pairs = zip(predictor.architectures, predictor.states, strict=True)
-    networks = [heads.load(name, state, classes).to(device) for name, state in pairs]
-    parts = [torch.zeros(0, classes)]
+    networks = [heads.load(name, state, len(predictor.task.classes)).to(device) for name, state in pairs]
     for start in range(0, len(tokens), batch):
-        chunk = tokens[start : start + batch].to(device)
-        logits = torch.stack([network(chunk) for network in networks]).float()
-        parts.append(combined(predictor, logits))
-    out: np.ndarray = torch.cat(parts).numpy()
-    return out
+        with torch.no_grad():
+            chunk = tokens[start : start + batch].to(device)
+            logits = torch.stack([network(chunk) for network in networks]).float()
+        yield logits
 
 
 def describe_encoder(spec: EncoderSpec, device: str) -> dict[str, Any]:

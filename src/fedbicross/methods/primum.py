@@ -76,8 +76,13 @@ class PrimumConfig(MethodConfig):
     own: Literal["both", "balanced", "cross_entropy"] = Field(
         "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
     )
-    prior: Literal["own", "uniform"] = Field(
-        "own", description="for the client's own patients, by the gate; or the student as it is, for any patient"
+    prior: Literal["own", "uniform", "estimated"] = Field(
+        "own",
+        description="for the client's own patients, by the gate; or the student as it is, for any patient; or the "
+        "student under the class mix of the unlabelled images that it is asked about",
+    )
+    single: bool = Field(
+        False, description="one network in the end: what the gate gives is distilled on the client's own images"
     )
 
 
@@ -89,7 +94,9 @@ class Primum(Method[PrimumConfig]):
     Config = PrimumConfig
     variants = {
         "student": {"prior": "uniform"},
+        "estimated": {"prior": "estimated"},
         "one_network": {"own": "balanced"},
+        "single": {"single": True},
         "no_counts": {"counts": "unknown"},
         "cross_entropy": {"loss": "cross_entropy"},
         "together": {"invert": "together", "labels": "balanced"},
@@ -104,7 +111,9 @@ class Primum(Method[PrimumConfig]):
     }
     variant_notes = {
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
+        "estimated": "the student under a class mix estimated from the unlabelled images that it is asked about",
         "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
+        "single": "all networks of the gate's model distilled into one, where that is not worse",
         "no_counts": "class counts stay at home: every client counts alike for every class",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
         "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
@@ -117,7 +126,7 @@ class Primum(Method[PrimumConfig]):
         "no_zoom": "ablation: no zoom and shift",
         "fresh": "ablation: the student starts from fresh weights",
     }
-    at_client = frozenset({"own", "prior"})
+    at_client = frozenset({"own", "prior", "single"})
     quick_settings = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
 
     @property
@@ -134,6 +143,11 @@ class Primum(Method[PrimumConfig]):
     def ways_alone(self) -> tuple[str, ...]:
         """What it uploads, and what it starts from at the client."""
         return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+
+    @property
+    def adapts_prior(self) -> bool:
+        """Whether the class mix is that of the images it is asked about."""
+        return self.config.prior == "estimated"
 
     @property
     def upload_summary(self) -> str:
@@ -227,4 +241,12 @@ class Primum(Method[PrimumConfig]):
         student = parts.students.global_student(reply, ctx)
         if self.config.prior == "uniform":
             return student
-        return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)
+        if self.config.prior == "estimated":
+            return parts.class_mix.calibrated(client, student, ctx)
+        own = parts.local.own_model(client, ctx, self.config.own)
+        model = parts.gate.gated(client, own, student, ctx)
+        if not self.config.single:
+            return model
+        architectures, states = (*own.architectures, *student.architectures), (*own.states, *student.states)
+        starts = Predictor(ctx.task, architectures, states)
+        return parts.personal.distil_into_one(client, model, starts, self.config.turns, ctx)

@@ -8,8 +8,7 @@ import torch
 
 from fedbicross.bundle import validate
 from fedbicross.engine.combine import NEVER, NOT_REFERRED, log_prior
-from fedbicross.engine.device import to_device
-from fedbicross.engine.predict import load_model, member_logits
+from fedbicross.engine.predict import batch_logits
 from fedbicross.errors import MethodError
 from fedbicross.messages import Predictor
 from fedbicross.steps.gate import FLATNESS, Choice, choose, referral
@@ -22,14 +21,21 @@ if TYPE_CHECKING:
     from fedbicross.messages import Client
 
 
-def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
-    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone."""
+def gated(
+    client: Client, own: Predictor, shared: Predictor, ctx: Context, held_back: np.ndarray | None = None
+) -> Predictor:
+    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone.
+
+    ``held_back`` are the rows of images that ``own`` was not trained on; none: those of the client's own network.
+    """
     validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
-    rows = ctx.validation_rows(client)
+    if own.encoder != shared.encoder:
+        raise MethodError("no_gate", "heads on the features of different encoders cannot be mixed")
+    rows = ctx.validation_rows(client) if held_back is None else held_back
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
     labels = torch.from_numpy(client.labels)
-    on_own_images = _log_probabilities(shared, client.images, ctx)
-    choice = choose(_log_probabilities(own, client.images[rows], ctx), on_own_images[rows], labels[rows], counts)
+    on_own_images = log_probabilities(shared, client.images, ctx)
+    choice = choose(log_probabilities(own, client.images[rows], ctx), on_own_images[rows], labels[rows], counts)
     single = len(shared.states) == 1  # a referral is answered by one network
     referred = referral(on_own_images, labels, counts) if single else None
     _describe(ctx, client, choice, referred)
@@ -49,6 +55,7 @@ def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Pr
         tuple(states[i] for i in keep),
         "consensus",
         weights[keep].float(),
+        encoder=own.encoder,
         log_prior=prior.float(),
         referral=None if referred is None else referred.float(),
     )
@@ -81,14 +88,9 @@ def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | N
     ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
 
 
-def _log_probabilities(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
-    """log p(c|x) [B,C] of a whole predictor, in float64 on the CPU."""
+def log_probabilities(predictor: Predictor, images: np.ndarray, ctx: Context) -> Tensor:
+    """log p(c|x) [n,C] of a whole predictor but for its referral, in float64 on the CPU."""
     weights, b = log_linear(predictor)
-    task = predictor.task
-    networks = [
-        load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(ctx.device)
-        for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
-    ]
-    parts = torch.split(to_device(images, ctx.device), 500)
-    logits = torch.cat([member_logits(networks, part, "fp32").cpu() for part in parts], dim=1).double()
+    found = [logits.cpu() for logits in batch_logits(predictor, images, ctx.device, store=ctx.store)]
+    logits = torch.cat([torch.zeros(len(weights), 0, len(b)), *found], dim=1).double()
     return (torch.einsum("nc,nbc->bc", weights.double(), logits.log_softmax(-1)) + b.double()).log_softmax(-1)

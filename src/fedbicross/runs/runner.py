@@ -34,6 +34,7 @@ from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import RememberLast
 from fedbicross.runs.rows import (
     Alone,
+    adapt_all,
     choose_alone,
     make_row,
     predict_all,
@@ -277,8 +278,11 @@ def _one_seed(
         ctx = context(spec)
         progress.say(f"== {spec}, seed {seed}")
         score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
-        predictors = simulate(config.build(spec), clients, ctx, score)
+        method = config.build(spec)
+        predictors = simulate(method, clients, ctx, score)
         began = time.perf_counter()
+        if method.adapts_prior:
+            predictors = adapt_all(predictors, images, test, owners, ctx)
         found = predict_all(predictors, images, ctx)
         event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
         return found

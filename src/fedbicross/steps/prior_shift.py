@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor
+
+SHARPEST = 10.0  # 1/τ: images that are all named rightly would have it grow without end
 
 
 def shift_prior(bias: Tensor, trained_on: Tensor, own: Tensor, smoothing: float = 1.0) -> Tensor:
@@ -16,3 +20,18 @@ def shift_prior(bias: Tensor, trained_on: Tensor, own: Tensor, smoothing: float 
     known = given > 0
     ratio = (mine / mine.sum()).log() - (given / given.sum()).clamp_min(1e-300).log()
     return torch.where(known, bias.double() + ratio, bias.double()).to(bias.dtype)
+
+
+def fit_temperature(log_probabilities: Tensor, labels: Tensor, log_prior: Tensor) -> float:
+    """τ for which p(c|x)^(1/τ) π(c), renormalised, is least surprised by the labels: Σ -log p(y|x) is lowest.
+
+    ``log_probabilities`` [n,C] are those of a model without a class mix in it, ``log_prior`` [C] is the mix of the
+    labelled images. The sum is convex in 1/τ, so that a search along a line finds the one minimum.
+    """
+    scores, prior = log_probabilities.double(), log_prior.double()
+
+    def surprise(sharpness: float) -> float:
+        return float(F.cross_entropy(sharpness * scores + prior, labels))
+
+    found = minimize_scalar(surprise, bounds=(1 / SHARPEST, SHARPEST), method="bounded", options={"xatol": 1e-6})
+    return 1 / float(found.x)

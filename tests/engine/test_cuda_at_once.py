@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbicross.context import Context, Task
+from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.data import load_dataset
 from fedbicross.data.partition import make_partition
 from fedbicross.engine import fast
@@ -31,6 +32,7 @@ RECIPES = {
     "modern": Training(recipe="modern", epochs=12, init="independent"),
     "small batches": Training(recipe="modern", epochs=4, batch_size=32, schedule="constant", lr=0.03),
 }
+TRAINED = Training(recipe="modern", epochs=6)
 SMALL = {"steps": 40, "batch": 64}
 METHODS: dict[str, dict[str, Any]] = {
     "fedbicross:k2": {**SMALL, "trajectories": 2, "epochs_personal": 1},
@@ -99,15 +101,31 @@ def test_local_training(data: str, recipe: str) -> None:
         assert same(ours.state, theirs.state)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_whole_method(method: str) -> None:
+@pytest.fixture(scope="module")
+def trained() -> tuple[list[Client], Task, dict[str, bytes]]:
+    """Clients of 800 images each and both kinds of their networks: trained once, whatever the method does with them."""
     clients, task = hospitals("bloodmnist")
     few = [Client(client.name, client.images[:800], client.labels[:800]) for client in clients]
+    store, files = MemoryStore(), {}
+    for loss in ("cross_entropy", "balanced"):
+        ctx = replace(context(task, TRAINED), store=store).with_loss(loss)
+        ctx.train_local_models(few)
+        for client in few:
+            name = f"client_models/{ctx.models.local_model_key(client)}.safetensors"
+            files[name] = store.load(name) or b""
+    return few, task, files
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_whole_method(method: str, trained: tuple[list[Client], Task, dict[str, bytes]]) -> None:
+    clients, task, files = trained
     models = []
     for way in (fast.one_at_a_time, eager_collector):
+        ctx = context(task, TRAINED)
+        for name, data in files.items():
+            ctx.store.save(name, data)
         with way():
-            made = create(method, {method: METHODS[method]})
-            models.append(simulate(made, few, context(task, Training(recipe="modern", epochs=6))))
+            models.append(simulate(create(method, {method: METHODS[method]}), clients, ctx))
     for client in models[0]:
         for ours, theirs in zip(models[0][client].states, models[1][client].states, strict=True):
             assert same(ours, theirs)

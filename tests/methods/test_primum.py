@@ -383,6 +383,19 @@ def test_a_client_keeps_its_own_model_and_gets_the_student_where_the_gate_says_s
     assert predictor.combine == "consensus" and (predictor.referral is not None) == referred
 
 
+def test_one_network_in_the_end_learns_from_what_the_gate_gives(
+    reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = uneven()[0]
+    asked: list[Any] = []
+    monkeypatch.setattr("fedbicross.parts.personal.distil_into_one", lambda *given: asked.append(given) or given[1])
+    found = tiny("primum:single", turns=False).personalize(client, reply, trained)
+    assert found.pack() == tiny().personalize(client, reply, trained).pack() == asked[0][1].pack()
+    _, _, starts, turns, _ = asked[0]
+    expected = [trained.with_loss(loss).local_model(client).state for loss in ("cross_entropy", "balanced")]
+    assert all(map(same, starts.states, [*expected, student_of(reply)])) and turns is False
+
+
 @pytest.mark.parametrize("own", ["both", "balanced", "cross_entropy"])
 def test_the_own_model_that_the_gate_starts_from_is_a_setting(
     own: Any, reply: Reply, trained: Context, monkeypatch: pytest.MonkeyPatch
@@ -395,9 +408,9 @@ def test_the_own_model_that_the_gate_starts_from_is_a_setting(
 
 
 def test_what_is_decided_at_home_does_not_change_what_leaves_or_what_the_server_makes(uploads: list[Upload]) -> None:
-    assert METHODS["primum"].at_client == {"own", "prior"}
+    assert METHODS["primum"].at_client == {"own", "prior", "single"}
     expected = tiny().fuse(uploads, tiny_context())[0].pack()
-    for settings in ({"own": "balanced"}, {"prior": "uniform"}, {"prior": "estimated"}):
+    for settings in ({"own": "balanced"}, {"prior": "uniform"}, {"prior": "estimated"}, {"single": True}):
         assert tiny(**settings).fuse(uploads, tiny_context())[0].pack() == expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from fedbicross import models
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
-from fedbicross.messages import Client
-from fedbicross.parts.personal import distil_personal
+from fedbicross.messages import Client, Predictor
+from fedbicross.parts import personal as parts_personal
+from fedbicross.parts.local import own_model
+from fedbicross.parts.personal import distil_into_one, distil_personal
 from small import tiny_clients, tiny_context
 
 SETTINGS = {
@@ -154,3 +158,100 @@ def test_costs_count_both_teachers_once_and_the_student_three_times():
     run(client, ctx, epochs=3)
     train = 24 - int(24 * ctx.training.validation)
     assert ctx.record.flops == models.forward_flops("resnet8", 3, 3, 12) * (2 * 24 + 3 * 3 * train)
+
+
+# --- several networks into one ----------------------------------------------------------------------------
+
+
+def several_and_starts(ctx, client):
+    """A gated model with its own two networks, the student, a class mix and a referral."""
+    own, student = own_model(client, ctx, "both"), own_model(tiny_clients(2)[1], ctx, "balanced")
+    architectures, states = (*own.architectures, *student.architectures), (*own.states, *student.states)
+    shares = torch.tensor([[0.3, 0.3, 0.3], [0.3, 0.3, 0.3], [0.4, 0.4, 0.4]], dtype=torch.float32)
+    prior, marks = torch.tensor([0.2, 0.5, 0.3]).log().float(), torch.tensor([1e4, 1e4, 0.5])
+    several = Predictor(ctx.task, architectures, states, "consensus", shares, log_prior=prior, referral=marks)
+    return several, Predictor(ctx.task, architectures, states)
+
+
+def slow_one(client, several, starts, turns, ctx):
+    """The several asked anew for every batch, image by image turned; the start with the lowest loss."""
+    recipe, held = ctx.training, ctx.validation_rows(client)
+    rows = np.array([row for row in range(len(client.labels)) if row not in held])
+    losses = []
+    for weights in starts.states:
+        answers = Predictor(ctx.task, ("resnet8",), (weights,)).probabilities(client.images[held])
+        losses.append(-sum(np.log(answers[i, client.labels[row]]) for i, row in enumerate(held)))
+    one = network(starts.states[int(np.argmin(losses))]).train()
+    optimiser = torch.optim.SGD(one.parameters(), lr=1.0, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+    epochs = parts_personal.EPOCHS_INTO_ONE
+    for epoch in range(epochs):
+        rng = ctx.rng("personal", client.name, f"epoch-{epoch}")
+        for group in optimiser.param_groups:
+            group["lr"] = recipe.lr * (1 + np.cos(np.pi * epoch / epochs)) / 2
+        for chosen in epoch_batches(len(rows), recipe.batch_size, rng):
+            seen = []
+            for row, kind in zip(rows[chosen], rng.integers(0, 8 if turns else 1, len(chosen)), strict=True):
+                image = np.rot90(client.images[row], kind % 4)
+                seen.append(image[:, ::-1] if kind >= 4 else image)
+            soft = torch.from_numpy(several.probabilities(np.stack(seen)))
+            x = torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2).to(torch.get_default_dtype()) / 127.5 - 1
+            loss = (soft * (soft.log() - one(x).log_softmax(1))).sum(1).mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    return one.state_dict()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("turns", [True, False])
+def test_one_network_from_several_equals_a_plain_loop(turns, monkeypatch):
+    monkeypatch.setattr(parts_personal, "EPOCHS_INTO_ONE", 2)
+    client, ctx = tiny_clients(1)[0], tiny_context(validation=0.3, lr=0.05)
+    several, starts = several_and_starts(ctx, client)
+    monkeypatch.setattr(parts_personal, "better_beyond_chance", lambda won, lost: False)
+    found = distil_into_one(client, several, starts, turns, ctx)
+    assert len(found.states) == 1 and found.referral is None and found.log_prior is None
+    expected = slow_one(client, several, starts, turns, tiny_context(validation=0.3, lr=0.05))
+    for name, value in expected.items():
+        torch.testing.assert_close(found.states[0][name], value, rtol=1e-6, atol=1e-8)
+    other = slow_one(client, several, starts, not turns, tiny_context(validation=0.3, lr=0.05))
+    assert any(not torch.allclose(found.states[0][name], value, atol=1e-6) for name, value in other.items())
+
+
+@pytest.mark.parametrize("worse", [True, False])
+def test_one_network_stays_only_where_the_several_are_not_better_beyond_chance(worse, monkeypatch):
+    monkeypatch.setattr(parts_personal, "EPOCHS_INTO_ONE", 1)
+    client, ctx = tiny_clients(1)[0], tiny_context(validation=0.3)
+    several, starts = several_and_starts(ctx, client)
+    asked = []
+    monkeypatch.setattr(parts_personal, "better_beyond_chance", lambda *given: asked.append(given) or worse)
+    found = distil_into_one(client, several, starts, True, ctx)
+    assert (found is several) == worse
+    ((title, table),) = ctx.record.diagnosis["tables"].items()
+    row = dict(zip(table["columns"], table["rows"][0], strict=True))
+    assert "client-0" in title and row["validation images"] == 7 and row["networks kept"] == (3 if worse else 1)
+    assert asked == [(row["the reverse"], row["right where the several are wrong"])]
+    if not worse:
+        held = ctx.validation_rows(client)
+        answers = [model.probabilities(client.images[held]).argmax(1) for model in (several, found)]
+        pairs = [(a == y, b == y) for a, b, y in zip(*answers, client.labels[held], strict=True)]
+        assert asked == [(pairs.count((True, False)), pairs.count((False, True)))]
+
+
+def test_nothing_is_joined_where_there_is_one_network_or_nothing_to_try_it_on():
+    client, ctx = tiny_clients(1)[0], tiny_context(validation=0.3)
+    several, starts = several_and_starts(ctx, client)
+    one = own_model(client, ctx, "balanced")
+    assert distil_into_one(client, one, starts, True, ctx) is one
+    few = tiny_context(validation=0.0)
+    assert distil_into_one(client, several, starts, True, few) is several
+    assert any("client-0" in text and "3 stay" in text for text in few.record.warnings)
+
+
+def test_one_network_that_diverged_is_refused():
+    client, ctx = tiny_clients(1)[0], tiny_context(validation=0.3)
+    several, starts = several_and_starts(ctx, client)
+    wild = replace(ctx, training=ctx.training.model_copy(update={"lr": 1e30}))
+    with pytest.raises(MethodError) as caught:
+        distil_into_one(client, several, starts, True, wild)
+    assert caught.value.code == "diverged" and "training.lr" in caught.value.args[0]

@@ -81,6 +81,9 @@ class PrimumConfig(MethodConfig):
         description="for the client's own patients, by the gate; or the student as it is, for any patient; or the "
         "student under the class mix of the unlabelled images that it is asked about",
     )
+    single: bool = Field(
+        False, description="one network in the end: what the gate gives is distilled on the client's own images"
+    )
 
 
 class Primum(Method[PrimumConfig]):
@@ -93,6 +96,7 @@ class Primum(Method[PrimumConfig]):
         "student": {"prior": "uniform"},
         "estimated": {"prior": "estimated"},
         "one_network": {"own": "balanced"},
+        "single": {"single": True},
         "no_counts": {"counts": "unknown"},
         "cross_entropy": {"loss": "cross_entropy"},
         "together": {"invert": "together", "labels": "balanced"},
@@ -109,6 +113,7 @@ class Primum(Method[PrimumConfig]):
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
         "estimated": "the student under a class mix estimated from the unlabelled images that it is asked about",
         "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
+        "single": "all networks of the gate's model distilled into one, where that is not worse",
         "no_counts": "class counts stay at home: every client counts alike for every class",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
         "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
@@ -121,7 +126,7 @@ class Primum(Method[PrimumConfig]):
         "no_zoom": "ablation: no zoom and shift",
         "fresh": "ablation: the student starts from fresh weights",
     }
-    at_client = frozenset({"own", "prior"})
+    at_client = frozenset({"own", "prior", "single"})
     quick_settings = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
 
     @property
@@ -238,4 +243,10 @@ class Primum(Method[PrimumConfig]):
             return student
         if self.config.prior == "estimated":
             return parts.class_mix.calibrated(client, student, ctx)
-        return parts.gate.gated(client, parts.local.own_model(client, ctx, self.config.own), student, ctx)
+        own = parts.local.own_model(client, ctx, self.config.own)
+        model = parts.gate.gated(client, own, student, ctx)
+        if not self.config.single:
+            return model
+        architectures, states = (*own.architectures, *student.architectures), (*own.states, *student.states)
+        starts = Predictor(ctx.task, architectures, states)
+        return parts.personal.distil_into_one(client, model, starts, self.config.turns, ctx)

@@ -58,7 +58,7 @@ def personalize(method: Method[Any], client: Client, reply: Reply, ctx: Context,
     with ctx.measured("personalize", name):
         predictor = method.personalize(client, reply, ctx)
         if method.gated:
-            own = parts.local.own_model(client, ctx, method.loss)
-            predictor = parts.gate.gated(client, own, predictor, ctx)
+            own, held_back = method.alone(client, ctx)
+            predictor = parts.gate.gated(client, own, predictor, ctx, held_back)
         validate.check_predictor(predictor)
         return predictor

@@ -285,6 +285,14 @@ def slow_estimate(probabilities: list[list[float]], assumed: list[float], rounds
     return prior
 
 
+def test_a_class_that_the_shared_model_never_names_is_not_referred() -> None:
+    rows = log_posteriors(12)
+    labels = torch.tensor([0, 2, 3] * 4)
+    never = rows.clone()
+    never[:, 1] = -1e30
+    assert referral(never, labels, COUNTS) is None and referral(rows, labels, COUNTS) is not None
+
+
 @pytest.mark.parametrize("rounds", [1, 7])
 def test_the_estimate_equals_a_loop(rounds: int) -> None:
     rows, assumed = log_posteriors(12).exp(), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)

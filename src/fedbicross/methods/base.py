@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from fedbicross import parts
 from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
@@ -13,6 +14,7 @@ from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.settings import MethodConfig as MethodConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
     from fedbicross.models.encoders import EncoderSpec
@@ -104,6 +106,10 @@ class Method(ABC, Generic[ConfigT]):
     @abstractmethod
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """At the client: the model that it will use."""
+
+    def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
+        """What the client would use by itself, from which a gate starts, and which of its images were kept from it."""
+        return parts.local.own_model(client, ctx, self.loss), ctx.validation_rows(client)
 
     def check_upload(self, upload: Upload) -> None:
         """At the server, before ``fuse``: refuse an upload of a stranger that makes no sense for this method.

@@ -22,6 +22,8 @@ from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fedbicross.steps.sufficient_statistics import Statistics
 
 
@@ -61,6 +63,15 @@ class FedCGS(Method[FedCGSConfig]):
         "hierarchy": "ours: mean over the whole image and its windows, FALCON's views without its generator",
     }
     quick_settings = {"encoder": "tiny"}
+
+    @property
+    def gate_problem(self) -> str:
+        """Nothing, unless the head is the client's already."""
+        return parts.pooled.gate_problem(self.config)
+
+    def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
+        """The client's own classifier on the same features."""
+        return parts.heads.alone_on(self.config, client, ctx)
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""
@@ -118,12 +129,12 @@ class FedCGS(Method[FedCGSConfig]):
             ctx.record.warn(f"nobody has images of {', '.join(absent)}: never predicted")
         ctx.record.add("scalars", "images behind the statistics", int(total.counts.sum()))
         ctx.record.flops += round(width**3 / 3) + 2 * width**2 * len(total.counts)
-        reply = parts.pooled.reply(self.config, head.weight, head.bias, total.counts, encoder)
+        reply = parts.pooled.reply(self.config, head.weight, head.bias, total.counts, encoder, self.gated)
         return [reply for _ in uploads]
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The head as it is, or under the client's own class frequencies."""
-        return parts.pooled.predictor(self.config, client, reply, ctx)
+        return parts.pooled.predictor(self.config, client, reply, ctx, self.gated)
 
 
 def _statistics(upload: Upload, width: int) -> Statistics:

@@ -20,6 +20,7 @@ from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from fedbicross.models.encoders import EncoderSpec
@@ -78,6 +79,15 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     }
     pools_tokens = True
     quick_settings = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
+
+    @property
+    def gate_problem(self) -> str:
+        """Nothing, unless the head is the client's already."""
+        return parts.pooled.gate_problem(self.config)
+
+    def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
+        """The client's own classifier on the same features."""
+        return parts.heads.alone_on(self.config, client, ctx)
 
     def check_machine(self) -> None:
         """The encoder, and what it needs."""
@@ -233,7 +243,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         ctx.record.add("scalars", "features drawn", len(y))
         ctx.record.flops += 3 * 2 * width * classes * len(y) * config.epochs
         ctx.record.flops += round(self.sample_flops(given[0])) * len(y)
-        reply = parts.pooled.reply(config, weight, bias, counts, encoder)
+        reply = parts.pooled.reply(config, weight, bias, counts, encoder, self.gated)
         return [reply for _ in uploads]
 
     def _mask(self, weight: Tensor, bias: Tensor, counts: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -247,4 +257,4 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The head as it is, or under the client's own class frequencies."""
-        return parts.pooled.predictor(self.config, client, reply, ctx)
+        return parts.pooled.predictor(self.config, client, reply, ctx, self.gated)

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
     from fedbicross.messages import Client
 
 
-def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Predictor:
-    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone."""
+def gated(
+    client: Client, own: Predictor, shared: Predictor, ctx: Context, held_back: np.ndarray | None = None
+) -> Predictor:
+    """The model that the client should use, by the two rules of `steps.gate`; ``own`` is what it would use alone.
+
+    ``held_back`` are the rows of images that ``own`` was not trained on; none: those of the client's own network.
+    """
     validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
-    rows = ctx.validation_rows(client)
+    if own.encoder != shared.encoder:
+        raise MethodError("no_gate", "heads on the features of different encoders cannot be mixed")
+    rows = ctx.validation_rows(client) if held_back is None else held_back
     counts = torch.tensor(client.class_counts(len(ctx.task.classes)))
     labels = torch.from_numpy(client.labels)
     on_own_images = log_probabilities(shared, client.images, ctx)
@@ -48,6 +55,7 @@ def gated(client: Client, own: Predictor, shared: Predictor, ctx: Context) -> Pr
         tuple(states[i] for i in keep),
         "consensus",
         weights[keep].float(),
+        encoder=own.encoder,
         log_prior=prior.float(),
         referral=None if referred is None else referred.float(),
     )

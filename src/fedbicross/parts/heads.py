@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from fedbicross.errors import MethodError
 from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.parts.features import describe
 from fedbicross.parts.features import tokens as tokens_of
-from fedbicross.parts.settings import HeadConfig
+from fedbicross.parts.settings import EncoderConfig, HeadConfig
 
 CLASSIFIER = ("head", "head_hidden", "dropout", "epochs_classifier", "lr_classifier", "batch")  # it depends on these
 
@@ -65,6 +66,12 @@ def local_predictor(config: HeadConfig, client: Client, ctx: Context) -> Predict
     """The client's own classifier: the very one that FALCON sends."""
     state = local_classifier(config, client, tokens_of(config, client, ctx), ctx)
     return Predictor(ctx.task, (config.head,), (state,), encoder=describe(config, ctx))
+
+
+def alone_on(config: EncoderConfig, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
+    """A classifier of the client's own on the features that another method uses, and the rows it was not trained on."""
+    view = {key: getattr(config, key) for key in EncoderConfig.model_fields}
+    return local_predictor(HeadConfig(**view), client, ctx), hold_out_rows(client, ctx)[1].numpy()
 
 
 def hold_out_rows(client: Client, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -20,22 +20,34 @@ def features(config: PooledConfig, client: Client, ctx: Context) -> Tensor:
     return tokens(config, client, ctx).mean(1)  # without windows there is one token
 
 
-def reply(config: PooledConfig, weight: Tensor, bias: Tensor, counts: Tensor, encoder: Mapping[str, Any]) -> Reply:
+def gate_problem(config: PooledConfig) -> str:
+    """Why its head cannot be put before the client's own by a gate; empty where it can."""
+    return (
+        "" if config.prior == "global" else "its head has the client's class mix in it, which the gate would add again"
+    )
+
+
+def reply(
+    config: PooledConfig, weight: Tensor, bias: Tensor, counts: Tensor, encoder: Mapping[str, Any], gated: bool
+) -> Reply:
     """The head, and the class counts behind it only where the client has to move the prior."""
     tensors = {"weight": weight.float(), "bias": bias.float()}
-    if config.prior == "local":
+    if gated or config.prior == "local":
         tensors["class_counts"] = counts.long()
     return Reply(tensors, {"encoder": dict(encoder)})
 
 
-def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context) -> Predictor:
-    """At the client: the head as it is, or under the client's own class frequencies."""
+def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, gated: bool) -> Predictor:
+    """At the client: the head as it is, under the client's own class frequencies, or for a gate under none."""
     encoder = describe(config, ctx)
     check_encoder(reply.info["encoder"], encoder)
     weight, bias = reply.tensors["weight"], reply.tensors["bias"]
     if config.prior == "local":
         own = torch.tensor(client.class_counts(len(ctx.task.classes)))
         bias = shift_prior(bias, reply.tensors["class_counts"], own)
+    elif gated:
+        behind = reply.tensors["class_counts"]
+        bias = shift_prior(bias, behind, torch.ones_like(behind), smoothing=0.0)
     if not config.hierarchy:
         return Predictor(ctx.task, ("linear",), ({"head.weight": weight, "head.bias": bias},), encoder=encoder)
     # A query of zeros weighs all tokens alike: attention pooling is then their mean.

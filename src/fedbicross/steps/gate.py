@@ -25,7 +25,7 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from fedbicross.engine.combine import NOT_REFERRED, log_prior, referral_odds
+from fedbicross.engine.combine import NEVER, NOT_REFERRED, log_prior, referral_odds
 
 SHARES = (0.7, 0.5, 0.3, 0.0)  # w, in the order in which they are tried
 FLATNESS = 0.3  # e of every mixture
@@ -69,9 +69,9 @@ def referral(shared: Tensor, labels: Tensor, counts: Tensor) -> Tensor | None:
     """For each class the odds from which on an image is referred [C], `NOT_REFERRED` for a class that is not seldom.
 
     ``shared`` are the shared model's log-probabilities [n,C] on all of the client's own images. None where no class is
-    seldom.
+    seldom, or none that the shared model ever names.
     """
-    seldom = counts < SELDOM * counts.sum()
+    seldom = (counts < SELDOM * counts.sum()) & (shared > NEVER).any(0)
     common = ~seldom[labels]
     if not bool(seldom.any()) or not bool(common.any()):
         return None

@@ -18,12 +18,13 @@ from fedbicross import models
 from fedbicross.engine.device import normalise, to_device
 from fedbicross.engine.fast import recorded, scalar
 from fedbicross.engine.predict import load_model, member_logits
+from fedbicross.engine.recipe import lr_multiplier
 from fedbicross.engine.student import Student
 from fedbicross.engine.train import epoch_batches, split_validation, turn_and_mirror
 from fedbicross.errors import MethodError
 from fedbicross.messages import Predictor
 from fedbicross.seeds import numpy_rng
-from fedbicross.steps.distill import cosine, personal_loss, soft_kd_loss
+from fedbicross.steps.distill import personal_loss, soft_kd_loss
 from fedbicross.steps.gate import better_beyond_chance
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _learn_from(
         student.update(gradients, rate, recipe.momentum, recipe.weight_decay)
         return [loss]
 
-    rates = [recipe.lr * cosine(epoch / EPOCHS_INTO_ONE) for epoch in range(EPOCHS_INTO_ONE)]
+    rates = [recipe.lr * lr_multiplier("cosine", epoch / EPOCHS_INTO_ONE) for epoch in range(EPOCHS_INTO_ONE)]
     options: dict[str, Any] = {"batch": recipe.batch_size, "rates": rates, "hint": "lower training.lr"}
     _epochs(student, step, rows, client, ctx, kinds=kinds, **options)
     asked, learnt = (

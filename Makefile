@@ -3,19 +3,26 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready
-
+READY  := $(VENV)/.ready
+STAMP  := $(VENV)/.ready-dev
 
 .PHONY: setup demo test check lint format bench docs clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# What the demo needs; the tests need all extras on top.
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	touch $(READY)
+
+$(STAMP): $(READY)
+	$(PIP) -e '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(READY)
 	$(BIN)/fedbicross demo
 
 lint: $(STAMP)

@@ -410,6 +410,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "threads": measured.threads,
     "primum-cells": measured.primum_cells,
     "primum-development": measured.primum_development,
+    "primum-means": measured.primum_means,
     "primum-margins": measured.primum_margins,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,

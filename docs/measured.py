@@ -240,6 +240,11 @@ def stages(run: str, page: Path, root: Path) -> str:
     return f"{table(('method', *shown, 'all, s'), rows, 'lrrrr')}\n\nFrom {source}."
 
 
+def primum_means(_: str, page: Path, root: Path) -> str:
+    """Means over seeds of primum's cells."""
+    return primum_cells("", page, root).split("\n\n")[1]
+
+
 def primum_cells(_: str, page: Path, root: Path) -> str:
     """Cells of `python -m benchmarks.primum`, with the gate by `python -m benchmarks.gates`; means over seeds below."""
     folder = root / "results" / "primum"

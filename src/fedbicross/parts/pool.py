@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -97,6 +97,7 @@ class _Pages:
         self.batch, self.turns, self.zoom, self.cutmix, self.reuse = batch, turns, zoom, cutmix, reuse
         self.batches = page_batches(total, batch, reuse, ctx)
         self.page = self.turn = -1
+        self.captured: dict[str, Any] = {}  # the recorded step of labelling
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The images of this step, from 0, and their soft labels."""
@@ -118,7 +119,7 @@ class _Pages:
         views = draw_views(count, rng)
         cut = torch.arange(count, device=device) % self.cutmix == self.cutmix - 1 if self.cutmix else kinds < 0
         boxes = draw_boxes(count, self.ctx.task.image_size, rng) * cut.view(-1, 1)
-        label = recorded(self.teacher.ensemble.captured, "label a page", self._label, [], self.ctx.fast)
+        label = recorded(self.captured, "label", self._label, [], self.ctx.fast)
         parts = [torch.split(drawn, self.batch) for drawn in (rows, kinds, views, boxes)]
         made = [label(self.pool.take(some)["images"], *drawn) for some, *drawn in zip(*parts, strict=True)]
         self.images, self.soft = (torch.cat(part) for part in zip(*made, strict=True))

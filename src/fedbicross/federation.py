@@ -216,7 +216,7 @@ def _fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Co
     parts = {
         "method": method.name,
         "settings": method.config.model_dump(exclude=set(method.at_client)),
-        "gated": method.gated,  # some replies hold more for it
+        "gated": method.gated and method.reply_serves_gate,  # it then holds more
         "task": ctx.task.as_json(),
         "seed": ctx.seed,
         "precision": f"{ctx.device}-{ctx.precision}-{ctx.fast}",

@@ -148,5 +148,5 @@ def test_killed_while_an_earlier_run_is_replaced(forge: Forge, undisturbed: Undi
 def test_a_finished_run_resumes_to_itself(forge: Forge, undisturbed: Undisturbed, tmp_path: Path) -> None:
     before = {path: path.stat().st_ino for path in (undisturbed.out / "models").rglob("*")}
     assert forge.run("resume", undisturbed.out) == 0
-    assert "training" not in forge.said()
+    assert "training client" not in forge.said()
     assert {path: path.stat().st_ino for path in (undisturbed.out / "models").rglob("*")} == before

@@ -57,3 +57,7 @@ OWN = Limits(
 def for_kind(kind: str) -> Limits:
     """The limits for a kind of bundle: strict for the two that travel."""
     return {"upload": UPLOAD, "reply": REPLY}.get(kind, OWN)
+
+
+# Of a model: the odds that an image would have to pass to be referred for a class which is not seldom.
+NOT_REFERRED = 1e4

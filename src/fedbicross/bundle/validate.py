@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from fedbicross import engine, models
+from fedbicross import models
 from fedbicross.bundle.format import Tensors, canonical_json, tensor_digest
+from fedbicross.bundle.limits import NOT_REFERRED
 from fedbicross.errors import ConfigError, UploadError
 from fedbicross.lazy_torch import torch
 from fedbicross.settings import Settings
@@ -172,9 +173,8 @@ def check_referral(tensor: Tensor, classes: int) -> None:
             "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
         )
     _bounds("referral", tensor)
-    highest = engine.combine.NOT_REFERRED
-    if tensor.max() != highest or tensor.min() == highest:
-        raise UploadError("magnitude", f"'referral' does not hold odds below {highest:g}, and that number, only")
+    if tensor.max() != NOT_REFERRED or tensor.min() == NOT_REFERRED:
+        raise UploadError("magnitude", f"'referral' does not hold odds below {NOT_REFERRED:g}, and that number, only")
 
 
 def check_predictor(predictor: Predictor) -> None:

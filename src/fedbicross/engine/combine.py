@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedbicross.bundle.limits import NOT_REFERRED as NOT_REFERRED
 from fedbicross.errors import MethodError
 
 Combination = Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
 Weighting = Literal["counts", "contrast", "root"]
 
-NOT_REFERRED = 1e4  # odds that a class which is not seldom would have to pass
 NEVER = -1e4  # log-probability of an impossible class; finite, so that a file can hold it
 
 

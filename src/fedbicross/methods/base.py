@@ -67,6 +67,11 @@ class Method(ABC, Generic[ConfigT]):
         return ("local_only:balanced",) if self.loss == "balanced" else ()
 
     @property
+    def reply_serves_gate(self) -> bool:
+        """Whether a reply holds more where the client has a gate, so that both cannot share one fusion."""
+        return False
+
+    @property
     def adapts_prior(self) -> bool:
         """Whether a client's model takes its class mix from the unlabelled images that it is asked about."""
         return False

@@ -69,6 +69,11 @@ class FedCGS(Method[FedCGSConfig]):
         """Nothing, unless the head is the client's already."""
         return parts.pooled.gate_problem(self.config)
 
+    @property
+    def reply_serves_gate(self) -> bool:
+        """The class counts behind the head, so that the client can take the prior out of it."""
+        return True
+
     def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
         """The client's own classifier on the same features."""
         return parts.heads.alone_on(self.config, client, ctx)

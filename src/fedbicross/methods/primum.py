@@ -113,7 +113,7 @@ class Primum(Method[PrimumConfig]):
         "student": "the student alone, for patients from anywhere: no gate, no class mix",
         "estimated": "the student under a class mix estimated from the unlabelled images that it is asked about",
         "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
-        "single": "all networks of the gate's model distilled into one, where that is not worse",
+        "single": "all networks of the gate's model distilled into one, unless that is worse beyond chance",
         "no_counts": "class counts stay at home: every client counts alike for every class",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
         "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
@@ -242,6 +242,7 @@ class Primum(Method[PrimumConfig]):
         if self.config.prior == "uniform":
             return student
         if self.config.prior == "estimated":
+            ctx.record.warn("the class mix is estimated from the unlabelled test images that the model is asked about")
             return parts.class_mix.calibrated(client, student, ctx)
         own = parts.local.own_model(client, ctx, self.config.own)
         model = parts.gate.gated(client, own, student, ctx)

@@ -36,7 +36,8 @@ def gated(
     labels = torch.from_numpy(client.labels)
     on_own_images = log_probabilities(shared, client.images, ctx)
     choice = choose(log_probabilities(own, client.images[rows], ctx), on_own_images[rows], labels[rows], counts)
-    single = len(shared.states) == 1  # a referral is answered by one network
+    # A referral is answered by one network as it is: no weights or class mix beside it.
+    single = len(shared.states) == 1 and shared.combine != "consensus"
     referred = referral(on_own_images, labels, counts) if single else None
     _describe(ctx, client, choice, referred)
     if choice.share == 1 and referred is None:

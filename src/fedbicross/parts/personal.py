@@ -125,7 +125,7 @@ def _epochs(
 
 
 def distil_into_one(client: Client, several: Predictor, starts: Predictor, turns: bool, ctx: Context) -> Predictor:
-    """One network that answers on the client's training images as ``several`` do, where that is not worse; else these.
+    """One network that answers on the client's training images as ``several`` do; these, where it is clearly worse.
 
     It starts from that network of ``starts`` which is least surprised by the validation images, and is kept unless the
     several are better there beyond chance. Without validation images nothing is shown, and the several stay.

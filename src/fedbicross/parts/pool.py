@@ -46,7 +46,8 @@ def invert_each(
 ) -> Pool:
     """``each`` batches from every source, with labels drawn from its class mix [C]; on a GPU several side by side."""
     names = list(sources)
-    size = AT_ONCE if ctx.fast else 1
+    fitting = min(source.at_once or AT_ONCE for source in sources.values())  # networks whose activations fit
+    size = min(AT_ONCE, fitting) if ctx.fast else 1
     groups = [names[first : first + size] for first in range(0, len(names), size)]
     rounds = [(group, number) for group in groups for number in range(each)]
     pool = Pool(each * len(names), storage)

@@ -6,15 +6,12 @@ smaller. Here every distillation loss carries τ².
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedbicross.engine.combine import Combination, class_weights, combine_logits, soften
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Combination",

@@ -71,7 +71,7 @@ def referral(shared: Tensor, labels: Tensor, counts: Tensor) -> Tensor | None:
     ``shared`` are the shared model's log-probabilities [n,C] on all of the client's own images. None where no class is
     seldom, or none that the shared model ever names.
     """
-    seldom = (counts < SELDOM * counts.sum()) & (shared > NEVER).any(0)
+    seldom = (counts < SELDOM * counts.sum()) & (shared > NEVER / 2).any(0)
     common = ~seldom[labels]
     if not bool(seldom.any()) or not bool(common.any()):
         return None

@@ -101,7 +101,7 @@ class Teacher:
         return replace(self, ensemble=self.ensemble.on(device), class_weights=weights)
 
     def _ask(self, which: str, function: Callable[[Tensor], list[Tensor]], x: Tensor) -> Sequence[Tensor]:
-        key = f"{which} {self.combine} {self.temperature} {tuple(x.shape)}"
+        key = f"{which} {self.combine} {self.temperature} {id(self.class_weights)} {tuple(x.shape)}"
         return recorded(self.ensemble.captured, key, function, [], self.ensemble.fast)(x)
 
     def _soft(self, logits: Tensor) -> Tensor:

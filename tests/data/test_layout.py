@@ -225,6 +225,12 @@ def test_a_manifest_may_not_leave_its_folder_through_a_link(tmp_path, backslash)
         assert not any("away" in str(entry.path) for entry in found.entries)
 
 
+def test_a_path_that_no_file_can_have(tmp_path):
+    (tmp_path / "m.csv").write_text("path,label\na\0.png,a\n")
+    with raises("unreadable_image"):
+        find_images(tmp_path / "m.csv")
+
+
 def test_a_manifest_without_a_header_quotes_no_patient(tmp_path):
     (tmp_path / "m.csv").write_text("img/Quixote_Alonso.png,melanoma,MRN-4711\n")
     with pytest.raises(DataError) as caught:

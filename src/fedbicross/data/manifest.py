@@ -1,8 +1,8 @@
 """A CSV manifest: columns ``path,label`` and optionally ``patient_id,site,split``.
 
 Separated by comma, semicolon (as office programs save it where the comma is the decimal sign) or tab; names of columns
-in any case. Paths are relative to the CSV and may not leave its folder, by a link neither. Every bad line is found,
-not only the first.
+in any case. Paths are relative to the CSV and may not leave its folder, not by a link either. Every bad line is
+found, not only the first.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
+from pydicom.pixels.decoders.base import get_decoder
 from pydicom.pixels.processing import apply_voi_lut
 from pydicom.sequence import Sequence
 from pydicom.uid import (
@@ -172,6 +173,11 @@ def test_a_manifest_says_who_is_who(tmp_path):
     assert [(entry.patient, entry.site) for entry in entries] == [(f"p{i}", "north") for i in range(4)]
 
 
+def test_a_header_does_not_show_the_patient(tmp_path):
+    [header] = pictures_module.Reader().look(dicom(tmp_path / "x.dcm", RAMP, "MRN-4711"))
+    assert header.patient == ("", "MRN-4711") and "4711" not in f"{header!r} {header}"
+
+
 def test_institutions_are_not_taken_over(tmp_path):
     assert load_dataset(scans(tmp_path / "d"), image_size=8).train.sites is None
 
@@ -213,6 +219,49 @@ def test_transfer_syntax_is_named(tmp_path, syntax, name):
     made.save_as(path)
     with raises("transfer_syntax", name):
         one(path)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "code"),
+    [
+        (JPEGLosslessSV1, "transfer_syntax"),  # which only other decoders read
+        (JPEG2000Lossless, "unreadable_dicom"),  # where pydicom would try the next decoder after Pillow
+        (RLELossless, "unreadable_dicom"),
+    ],
+)
+def test_no_other_decoder_is_run_whatever_is_installed(tmp_path, monkeypatch, syntax, code):
+    ran = []
+
+    def decode(source, runner):
+        ran.append(runner)
+        return bytes(RAMP.nbytes)
+
+    monkeypatch.setitem(get_decoder(syntax)._available, "pylibjpeg", decode)
+    path = dicom(tmp_path / "x.dcm", RAMP)
+    made = pydicom.dcmread(path)
+    made.PixelData, made.file_meta.TransferSyntaxUID = encapsulate([b"\0" * 64]), syntax
+    made.save_as(path)
+    with raises(code):
+        one(path)
+    assert not ran
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_palettes_in_segments_are_not_expanded(tmp_path, monkeypatch, whole):
+    """Each segment of 6 bytes asks for 65,535 entries."""
+
+    def expanded(*given):
+        raise AssertionError("expanded")
+
+    monkeypatch.setattr("pydicom.pixels.processing._expand_segmented_lut", expanded)
+    tags = {"PhotometricInterpretation": "PALETTE COLOR"}
+    for name in ("Red", "Green", "Blue"):
+        tags[f"{name}PaletteColorLookupTableDescriptor"] = [256, 0, 16]
+        tags[f"Segmented{name}PaletteColorLookupTableData"] = np.array([1, 65535, 7] * 100, "<u2").tobytes()
+        if whole:
+            tags[f"{name}PaletteColorLookupTableData"] = bytes(512)
+    with raises("unsupported_dicom", "segments"):
+        one(dicom(tmp_path / "x.dcm", np.ones((8, 8), np.uint8), **tags))
 
 
 def test_wrong_transfer_syntax(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from fedbicross.data.folder import find_images
 from fedbicross.data.layout import scan_folder, split_of
 from fedbicross.data.manifest import scan_manifest
+from fedbicross.errors import DataError
 
 from .helpers import raises
 from .test_folder import class_folders, picture
@@ -118,6 +119,49 @@ def test_pipes_and_sockets_are_never_opened(tmp_path, monkeypatch):
         find_images(tmp_path / "m.csv")
 
 
+@pytest.mark.parametrize("name", [".ipynb_checkpoints", ".thumbnails", "__MACOSX"])
+def test_hidden_folders_are_passed_over(tmp_path, name):
+    class_folders(tmp_path, 2)
+    picture(tmp_path / "cat" / name / "00.png")
+    picture(tmp_path / "cat" / "deeper" / name / "deep" / "00.png")
+    picture(tmp_path / "cat" / "deeper" / "00.png")
+    assert sets(tmp_path) == {(None, "cat"): 3, (None, "dog"): 2} and not scan_folder(tmp_path).skipped
+
+
+@pytest.mark.parametrize(
+    ("folders", "link", "images"),
+    [
+        (["cat", "dog"], "bird", 2),  # a class
+        (["train/cat", "test/cat"], "val", 2),  # a set
+        (["train/cat", "test/cat"], "train/bird", 2),
+        (["train/train/cat", "test/cat"], "train/bird", 2),
+        (["cat/train", "cat/test"], "cat/val", 2),
+        (["cat/train", "cat/test"], "bird", 2),
+        (["archive/train/cat", "archive/test/cat"], "linked", 2),
+    ],
+)
+def test_links_to_folders_are_passed_over_and_noted(tmp_path, folders, link, images):
+    for folder in folders:
+        picture(tmp_path / "data" / folder / "x.png")
+    picture(tmp_path / "private" / "y.png")
+    picture(tmp_path / "private" / "z" / "y.png")
+    (tmp_path / "data" / link).symlink_to(tmp_path / "private")
+    found = scan_folder(tmp_path / "data")
+    assert [entry.path.name for entry in found.entries] == ["x.png"] * images
+    assert [(skipped.where, skipped.code) for skipped in found.skipped] == [(str(tmp_path / "data" / link), "link")]
+
+
+def test_a_folder_of_links_only_is_refused_by_name(tmp_path):
+    class_folders(tmp_path / "real", 2)
+    (tmp_path / "data").mkdir()
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / label).symlink_to(tmp_path / "real" / label)
+    with raises("no_class_folders", "links"):
+        scan_folder(tmp_path / "data")
+    (tmp_path / "all").symlink_to(tmp_path / "real")
+    assert len(scan_folder(tmp_path / "all").entries) == 4, "the folder that the user names may be a link"
+
+
 def test_every_bad_file_is_named_at_once(tmp_path):
     class_folders(tmp_path, 5)
     for number in range(2):
@@ -161,6 +205,39 @@ def test_every_bad_line_is_found(tmp_path):
         ("m.csv line 4", "bad_split"),
     ]
     assert [entry.split for entry in found.entries] == ["test"]
+
+
+@pytest.mark.parametrize("backslash", [False, True])
+def test_a_manifest_may_not_leave_its_folder_through_a_link(tmp_path, backslash):
+    picture(tmp_path / "private" / "x.png")
+    picture(tmp_path / "data" / "img" / "x.png")
+    (tmp_path / "data" / "away").symlink_to(tmp_path / "private")
+    (tmp_path / "data" / "away.png").symlink_to(tmp_path / "private" / "x.png")
+    (tmp_path / "data" / "near").symlink_to("img")
+    (tmp_path / "data" / "round").symlink_to("round")
+    text = "path,label\naway/x.png,a\naway.png,a\nround/x.png,a\nimg/x.png,a\nnear/x.png,b\n"
+    (tmp_path / "data" / "m.csv").write_text(text.replace("/", "\\") if backslash else text)
+    (tmp_path / "linked").symlink_to("data")  # the manifest's own folder may be reached by one
+    for folder in ("data", "linked"):
+        found = scan_manifest(tmp_path / folder / "m.csv")
+        assert [problem.code for problem in found.problems[:2]] == ["path_outside"] * 2
+        assert [entry.label for entry in found.entries][-2:] == ["a", "b"]
+        assert not any("away" in str(entry.path) for entry in found.entries)
+
+
+def test_a_path_that_no_file_can_have(tmp_path):
+    (tmp_path / "m.csv").write_text("path,label\na\0.png,a\n")
+    with raises("unreadable_image"):
+        find_images(tmp_path / "m.csv")
+
+
+def test_a_manifest_without_a_header_quotes_no_patient(tmp_path):
+    (tmp_path / "m.csv").write_text("img/Quixote_Alonso.png,melanoma,MRN-4711\n")
+    with pytest.raises(DataError) as caught:
+        scan_manifest(tmp_path / "m.csv")
+    said = str(caught.value).lower()
+    assert caught.value.code == "bad_manifest" and "3 columns" in said
+    assert not any(word in said for word in ("quixote", "melanoma", "4711"))
 
 
 def test_a_manifest_that_is_a_pipe(tmp_path):

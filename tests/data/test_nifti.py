@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import tracemalloc
 
 import nibabel
 import numpy as np
@@ -92,6 +93,22 @@ def test_a_huge_declared_size_allocates_nothing(tmp_path, suffix):
         path.write_bytes(gzip.compress((tmp_path / "x.nii").read_bytes()))
     with raises("too_many_pixels", "30000 x 30000 x 30000"):
         Volume(path, 10**6)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_volume_is_in_memory_once(tmp_path, monkeypatch, suffix, turned):
+    values = np.random.default_rng(0).integers(1000, size=(128, 128, 256)).astype(np.int16)
+    affine = np.array([[0, 0, -1, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1.0]]) if turned else np.eye(4)
+    path = nifti(tmp_path / f"x{suffix}", values, affine)
+    monkeypatch.setattr("fedbicross.data.nifti._SAMPLE", 1000)
+    tracemalloc.start()
+    try:
+        volume = Volume(path, 10**6)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert volume.voxels.size == values.size and peak < 1.5 * values.nbytes
 
 
 def test_a_header_that_wants_gigabytes_of_notes(tmp_path):

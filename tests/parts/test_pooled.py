@@ -14,11 +14,12 @@ from torch import Tensor
 from fedbicross import pipeline
 from fedbicross.bundle import validate
 from fedbicross.context import Context
-from fedbicross.errors import ConfigError, MethodError
+from fedbicross.errors import ConfigError, MethodError, UploadError
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Predictor, Reply
 from fedbicross.methods import create
 from fedbicross.parts import gate, heads
+from fedbicross.parts.features import describe
 from fedbicross.parts.settings import HeadConfig
 from fedbicross.steps.gate import Choice
 from small import TINY_METHODS, tiny_clients, tiny_context
@@ -133,6 +134,47 @@ def test_a_gated_reply_is_not_taken_from_a_plain_one() -> None:
     clients, ctx = clients_without_a_class(), tiny_context(validation=0.3)
     simulate(method("fedcgs"), clients, replace(ctx, scope="seed-0/fedcgs"))
     simulate(method("fedcgs:personal"), clients, replace(ctx, scope="seed-0/fedcgs+personal"))
+
+
+BAD_TENSORS: list[tuple[str, str, Tensor | None]] = [
+    ("tensor_names", "class_counts", None),
+    ("tensor_names", "weight", None),
+    ("tensor_names", "other", torch.zeros(3)),
+    ("tensor_type", "class_counts", torch.ones(3)),
+    ("tensor_type", "class_counts", torch.ones(3, 1, dtype=torch.long)),
+    ("tensor_shape", "class_counts", torch.ones(4, dtype=torch.long)),
+    ("tensor_shape", "class_counts", torch.ones(0, dtype=torch.long)),
+    ("bad_counts", "class_counts", torch.tensor([5, -1, 3])),
+    ("bad_counts", "class_counts", torch.zeros(3, dtype=torch.long)),
+    ("bad_counts", "class_counts", torch.full((3,), 2**62)),
+    ("tensor_type", "weight", torch.zeros(3)),
+    ("tensor_type", "weight", torch.zeros(3, 128, dtype=torch.float64)),
+    ("tensor_shape", "weight", torch.zeros(4, 128)),
+    ("tensor_shape", "weight", torch.zeros(1, 1).expand(3, 1 << 20)),  # a square of it would be 4 TiB
+    ("tensor_shape", "bias", torch.zeros(1)),
+    ("non_finite", "bias", torch.tensor([0.0, math.nan, 0.0])),
+]
+
+
+@pytest.mark.parametrize(("code", "name", "tensor"), BAD_TENSORS)
+@pytest.mark.parametrize("spec", ["fedcgs:hierarchy:personal", "fedpft:local_prior"])
+def test_a_stranger_s_reply_is_refused_by_a_stable_code(spec: str, code: str, name: str, tensor: Tensor | None) -> None:
+    client, ctx, chosen = tiny_clients(1)[0], tiny_context(), method(spec)
+    encoder = describe(chosen.config, ctx)
+    good = {"weight": torch.zeros(3, 128), "bias": torch.zeros(3), "class_counts": torch.tensor([5, 0, 3])}
+    chosen.personalize(client, Reply(good, {"encoder": encoder}), ctx)
+    bad = {**good, name: tensor} if tensor is not None else {key: good[key] for key in good.keys() - {name}}
+    with pytest.raises(UploadError) as caught:
+        chosen.personalize(client, Reply(bad, {"encoder": encoder}), ctx)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("info", [{}, {"encoder": None}, {"encoder": "tiny"}, {"encoder": {"name": "tiny"}}])
+def test_a_reply_that_names_no_encoder_is_refused(info: dict[str, Any]) -> None:
+    reply = Reply({"weight": torch.zeros(3, 128), "bias": torch.zeros(3)}, info)
+    with pytest.raises(MethodError) as caught:
+        method("fedcgs").personalize(tiny_clients(1)[0], reply, tiny_context())
+    assert caught.value.code == "encoder_mismatch"
 
 
 @pytest.mark.parametrize("spec", ["fedcgs:local_prior", "fedpft:local_prior"])

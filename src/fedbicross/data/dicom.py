@@ -4,7 +4,8 @@
   the file; without a usable window by its VOI table; without that the 0.5 and 99.5 percentiles become black and white,
   padding left out. Then ``MONOCHROME1`` is inverted, so that more always means brighter.
 * ``RGB``, ``YBR`` and palettes become RGB.
-* One frame a file. Uncompressed files, RLE, JPEG and JPEG 2000; what needs other decoders is refused by its name.
+* One frame a file. Uncompressed files, RLE, JPEG and JPEG 2000; what needs other decoders is refused by its name,
+  whatever is installed: all sites read the same files, and of other decoders it is not known what they allocate.
 
 Of the patient nothing is kept but a key that lives as long as the loading (``data.patients``). What pydicom says of a
 file may quote its tags, so its words are never passed on.
@@ -38,6 +39,7 @@ MAX_RLE = 16 * 2**20  # bytes; run lengths unpack to at most 64 times as many, b
 PERCENTILES = (0.5, 99.5)
 _GREY = ("MONOCHROME1", "MONOCHROME2")
 _COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT", "PALETTE COLOR")
+_PALETTE = ("Red", "Green", "Blue", "Alpha")
 
 
 class Dicom:
@@ -80,6 +82,9 @@ class Dicom:
         ):
             kind = self.photometric[:20]
             raise DataError("unsupported_dicom", f"{path} holds {samples} x {bits} bits of {kind!r}, which is not read")
+        if palette and any(f"Segmented{name}PaletteColorLookupTableData" in dataset for name in _PALETTE):
+            # A few bytes of it can ask for gigabytes, and pydicom expands them all.
+            raise DataError("unsupported_dicom", f"{path} holds a palette in segments, which is not read")
         self.mode = "L" if grey else "RGB"
         syntax = dataset.file_meta.TransferSyntaxUID
         length = len(dataset.PixelData)
@@ -88,17 +93,18 @@ class Dicom:
             raise DataError("unreadable_dicom", f"{path} is cut off: {length:,} bytes of pixels are too few")
         if syntax == RLELossless and length > MAX_RLE:
             raise DataError("too_large", f"{path} has {length:,} bytes of run lengths; the limit is {MAX_RLE:,}")
+        self.decoder = ("pydicom" if syntax == RLELossless else "pillow") if syntax.is_compressed else ""
         try:
-            readable = get_decoder(syntax).is_available
+            known = get_decoder(syntax)
         except NotImplementedError:
-            readable = False
-        if not readable:
+            raise _unsupported_syntax(path, syntax.name) from None
+        if self.decoder and self.decoder not in known.available_plugins:
             raise _unsupported_syntax(path, syntax.name)
 
     def decode(self) -> Image:
         """The picture, "L" or "RGB"."""
         with self._hiding():
-            stored = pixel_array(self.dataset)  # YBR becomes RGB
+            stored = pixel_array(self.dataset, decoding_plugin=self.decoder)  # YBR becomes RGB
             if stored.shape[:2] != (self.height, self.width):
                 raise DataError("unreadable_dicom", f"{self.path} holds another size than its header says")
             if self.photometric == "PALETTE COLOR":
@@ -165,5 +171,5 @@ def _first(value: Any) -> float | None:
 
 
 def _unsupported_syntax(path: Path, name: str) -> DataError:
-    hint = "decompress it first, e.g. with `gdcmconv --raw` or `dcmdjpeg`, or install a decoder that pydicom finds"
+    hint = "decompress it first, e.g. with `gdcmconv --raw` or `dcmdjpeg`"
     return DataError("transfer_syntax", f"{path} is packed as {name[:80]!r}, which is not read; {hint}")

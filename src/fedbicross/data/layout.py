@@ -24,6 +24,7 @@ from fedbicross.data.files import kind_of, why_strange
 from fedbicross.errors import DataError
 
 ORDER = ("train", "val", "test")
+LINK = "a link to a folder is not followed"
 _SET = re.compile(
     r"(?P<train>train|training)|(?P<val>val|valid|validation)|(?P<test>test|testing|hold[ _-]?out|held[ _-]?out)"
 )
@@ -89,18 +90,23 @@ def scan_folder(root: Path) -> Found:
     else:
         found = Found("class_folders")
         _classes(top, None, found)
-    outside = [skipped for skipped in found.skipped if skipped.code == "outside"]
+    if top != root:
+        _note_files(root, found)
+    outside = [skipped for skipped in found.skipped if skipped.code in ("outside", "link")]
     if not found.entries and outside:
         raise DataError(
             "no_class_folders",
-            f"{root}: {len(outside)} images or folders lie outside of any class folder, e.g. {outside[0].where}; put "
-            "each image into a folder with the name of its class, or name them in a CSV manifest",
+            f"{root}: {len(outside)} images or folders lie outside of any class folder or are links to folders, e.g. "
+            f"{outside[0].where}; put each image into a folder with the name of its class, or name them in a CSV "
+            "manifest",
         )
     return found
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(child for child in folder.iterdir() if child.is_dir() and not _hidden(child.name))
+    """The folders that are looked into; a link could lead anywhere."""
+    inside = (child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
+    return sorted(child for child in inside if not _hidden(child.name))
 
 
 def _hidden(name: str) -> bool:
@@ -144,6 +150,7 @@ def _sets_then_classes(top: Path, folders: list[Path], sets: Mapping[Path, str])
     for folder, split in sorted(sets.items(), key=lambda item: (ORDER.index(item[1]), item[0])):
         inside = _folders(folder)
         if len(inside) == 1 and split_of(inside[0].name) == split:  # train/train/, as archives unpack
+            _note_files(folder, found)
             folder = inside[0]
         if nested := [child.name for child in _sets_in(folder)]:
             raise DataError("mixed_layout", f"{folder} is a set and holds sets itself: {', '.join(nested)}")
@@ -183,9 +190,14 @@ def _classes(folder: Path, split: str | None, found: Found) -> None:
 
 
 def _note_files(folder: Path, found: Found) -> None:
-    """Images that lie where no class is known."""
+    """Images that lie where no class is known, and links that are not followed."""
     for path in sorted(folder.iterdir()):
-        if not path.is_dir() and not _hidden(path.name) and not why_strange(path) and kind_of(path):
+        if _hidden(path.name):
+            continue
+        if path.is_dir():
+            if path.is_symlink():
+                found.skip(path, "link", LINK)
+        elif not why_strange(path) and kind_of(path):
             found.skip(path, "outside", "lies outside of any class folder")
 
 
@@ -196,12 +208,12 @@ def _any_image(folder: Path) -> bool:
 
 
 def _walk(folder: Path, label: str, split: str | None, found: Found) -> None:
-    """Every image below a folder; hidden files are passed over, others are noted."""
+    """Every image below a folder; hidden files and folders are passed over, others are noted."""
     for here, subfolders, files in os.walk(folder):
-        subfolders.sort()
+        subfolders[:] = sorted(name for name in subfolders if not _hidden(name))  # .ipynb_checkpoints holds copies
         for name in subfolders:
             if (link := Path(here, name)).is_symlink():
-                found.skip(link, "link", "a link to a folder is not followed")
+                found.skip(link, "link", LINK)
         for name in sorted(files):
             path = Path(here, name)
             if name.startswith("."):

@@ -1,7 +1,8 @@
 """A CSV manifest: columns ``path,label`` and optionally ``patient_id,site,split``.
 
 Separated by comma, semicolon (as office programs save it where the comma is the decimal sign) or tab; names of columns
-in any case. Paths are relative to the CSV and may not leave its folder. Every bad line is found, not only the first.
+in any case. Paths are relative to the CSV and may not leave its folder, not by a link either. Every bad line is
+found, not only the first.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def scan_manifest(path: Path) -> Found:
     """Read a manifest without opening the images; bad lines are in ``problems``."""
     found = Found("manifest")
     columns, rows = _read(path)
-    seen: set[str] = set()
+    home, seen = path.parent.resolve(), set[str]()
     for number, row in rows:
         where = f"{path.name} line {number}"
         try:
-            entry = _entry(path, where, {column: row.get(column, "") for column in columns})
+            entry = _entry(path, home, where, {column: row.get(column, "") for column in columns})
             key = os.path.normpath(entry.path)
             if key in seen:
                 raise DataError("duplicate_path", f"{where}: names {entry.path.name} a second time")
@@ -55,7 +56,9 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         raise DataError("bad_manifest", f"{path} cannot be read as UTF-8 CSV ({error}){hint}") from error
     for needed in NEEDED:
         if needed not in header:
-            raise DataError("bad_manifest", f"{path.name} has no column {needed!r}; found {header}")
+            # A file without a header begins with a patient: nothing of its first line is said.
+            count = f"its first line has {len(header)} columns, none of that name"
+            raise DataError("bad_manifest", f"{path.name} has no column {needed!r}: {count}")
     known = [name for name in (*NEEDED, *OPTIONAL) if name in header]
     return known, [(number, dict(zip(header, values, strict=False))) for number, values in lines]
 
@@ -69,7 +72,7 @@ def _delimiter(line: str) -> str:
     return DELIMITERS[0]
 
 
-def _entry(manifest: Path, where: str, row: Mapping[str, str]) -> Entry:
+def _entry(manifest: Path, home: Path, where: str, row: Mapping[str, str]) -> Entry:
     values = {column: text.strip() for column, text in row.items()}
     for column, text in values.items():
         # A gap would have to be guessed: is it a new patient or the same as above?
@@ -80,6 +83,8 @@ def _entry(manifest: Path, where: str, row: Mapping[str, str]) -> Entry:
         raise DataError("path_outside", f"{where}: {name!r} must be relative to the manifest and stay in its folder")
     if "\\" in name and not (manifest.parent / name).exists():
         name = PureWindowsPath(name).as_posix()  # written on Windows, read elsewhere
+    if not _inside(manifest.parent / name, home):
+        raise DataError("path_outside", f"{where}: {name!r} leaves the folder of the manifest through a link")
     split = None
     if "split" in values:
         kind = split_of(values["split"])
@@ -87,6 +92,16 @@ def _entry(manifest: Path, where: str, row: Mapping[str, str]) -> Entry:
             raise DataError("bad_split", f"{where}: split must be train, val or test, got {values['split']!r}")
         split = "test" if kind == "test" else "train"
     return Entry(manifest.parent / name, values["label"], values.get("patient_id"), values.get("site"), split)
+
+
+def _inside(path: Path, home: Path) -> bool:
+    """Whether a path stays below a folder once links are followed."""
+    try:
+        return path.resolve().is_relative_to(home)
+    except (OSError, RuntimeError):  # links in a circle
+        return False
+    except ValueError:  # no name of a file: said when it is opened
+        return True
 
 
 def _unquoted(text: str) -> str:

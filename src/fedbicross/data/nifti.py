@@ -40,16 +40,18 @@ class Volume:
     def __init__(self, path: Path, max_pixels: int) -> None:
         self.path = path
         try:
-            image = _read(path, max_pixels)
-            raw = np.asarray(image.dataobj.get_unscaled())
-            self.slope, self.intercept = float(image.dataobj.slope), float(image.dataobj.inter)
-            turned = apply_orientation(raw.reshape(_cube(raw.shape)), io_orientation(image.affine))
+            data, image = _read(path, max_pixels)
+            stored = image.dataobj
+            # A view of the bytes that were read: nibabel's own reading would copy them.
+            raw = np.frombuffer(data, stored.dtype, math.prod(stored.shape), stored.offset)
+            self.slope, self.intercept = float(stored.slope), float(stored.inter)
+            turned = apply_orientation(raw.reshape(_cube(stored.shape), order="F"), io_orientation(image.affine))
         except DataError:
             raise
         except Exception as error:  # a damaged header can break nibabel anywhere
             raise DataError("unreadable_nifti", f"{path} cannot be read as NIfTI ({type(error).__name__})") from None
         self.voxels = np.asarray(turned)
-        sample = self._scaled(self.voxels.reshape(-1)[:: max(1, self.voxels.size // _SAMPLE)])
+        sample = self._scaled(self.voxels.flat[:: max(1, self.voxels.size // _SAMPLE)])  # reshape(-1) would copy all
         known = sample[np.isfinite(sample)]
         if not known.size:
             raise DataError("unreadable_nifti", f"{path} holds no finite values")
@@ -85,8 +87,8 @@ class Volume:
         return raw.astype(np.float64) * self.slope + self.intercept
 
 
-def _read(path: Path, max_pixels: int) -> nibabel.Nifti1Image:
-    """The file's bytes, exactly as many as a bounded header promises."""
+def _read(path: Path, max_pixels: int) -> tuple[bytes, nibabel.Nifti1Image]:
+    """The file's bytes, exactly as many as a bounded header promises, and what they say."""
     with open_regular(path) as file:
         stream = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
         try:
@@ -97,12 +99,13 @@ def _read(path: Path, max_pixels: int) -> nibabel.Nifti1Image:
                 raise DataError("unreadable_nifti", f"{path} does not start like a NIfTI file")
             header = kind.header_class(start[: kind.header_class.template_dtype.itemsize], check=True)
             wanted = _promised_bytes(path, header, max_pixels)
-            data = start + stream.read(max(0, wanted - len(start)))
+            stream.seek(0)  # and not start + rest, which would hold a large volume twice
+            data = stream.read(max(wanted, 352))
         except (OSError, EOFError, zlib.error) as error:
             raise DataError("unreadable_nifti", f"{path} cannot be unpacked ({type(error).__name__})") from None
     if len(data) < wanted:
         raise DataError("unreadable_nifti", f"{path} is cut off: {len(data):,} of {wanted:,} bytes")
-    return kind.from_bytes(data[: max(wanted, 352)])
+    return data, kind.from_bytes(data)
 
 
 def _promised_bytes(path: Path, header: nibabel.Nifti1Header, max_pixels: int) -> int:

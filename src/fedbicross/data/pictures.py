@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class Header:
     height: int
     mode: str
     slice: int | None = None  # of a volume
-    patient: Hashable = None  # tells patients apart while loading; never stored or shown
+    patient: Hashable = field(default=None, repr=False)  # tells patients apart while loading; never stored or shown
 
     @property
     def grey(self) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedbicross.context import Context
 from fedbicross.engine.predict import describe_encoder
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.messages import Client, Upload
+from fedbicross.messages import Client, Reply, Upload
+from fedbicross.models.encoders import load_encoder
 from fedbicross.parts.settings import EncoderConfig
 
 MOST_FEATURES = 1 << 16  # numbers per feature that a server accepts; the largest encoders have some thousands
@@ -28,6 +29,12 @@ def describe(config: EncoderConfig, ctx: Context) -> dict[str, Any]:
     return describe_encoder(config.spec(ctx.task.image_size), ctx.device)
 
 
+def width(config: EncoderConfig, ctx: Context) -> int:
+    """How many numbers a feature has. Needs the encoder: clients only."""
+    spec = config.spec(ctx.task.image_size)
+    return load_encoder(spec.name, ctx.device, spec.size).dim
+
+
 def same_encoder(uploads: Sequence[Upload]) -> dict[str, Any]:
     """The encoder that all uploads name; features of two encoders cannot be mixed. Needs no encoder: for servers."""
     found = [upload.extra.get("encoder") for upload in uploads]
@@ -37,20 +44,20 @@ def same_encoder(uploads: Sequence[Upload]) -> dict[str, Any]:
     return dict(found[0] or {})
 
 
-def check_encoder(reply: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_encoder(reply: object, own: Mapping[str, Any]) -> None:
     """At the client: the reply must be for the encoder that this site has."""
-    if dict(reply) != dict(own):
+    if not isinstance(reply, Mapping) or dict(reply) != dict(own):
         raise MethodError("encoder_mismatch", "the reply is for another encoder, or another set of windows, than here")
 
 
-def check_tensors(upload: Upload, expected: Mapping[str, tuple[torch.dtype, Sequence[int | None]]]) -> None:
+def check_tensors(message: Upload | Reply, expected: Mapping[str, tuple[torch.dtype, Sequence[int | None]]]) -> None:
     """Exactly these tensors, each of this type and shape (None: any size), finite; a stranger's may hold anything."""
-    who = repr(upload.client)
-    if upload.tensors.keys() != expected.keys():
-        odd = sorted(upload.tensors.keys() ^ expected.keys())
+    who = "the reply" if isinstance(message, Reply) else repr(message.client)
+    if message.tensors.keys() != expected.keys():
+        odd = sorted(message.tensors.keys() ^ expected.keys())
         raise UploadError("tensor_names", f"{who}: tensors missing or not asked for: {', '.join(odd[:3])}")
     for name, (dtype, shape) in expected.items():
-        tensor = upload.tensors[name]
+        tensor = message.tensors[name]
         if tensor.dtype != dtype or tensor.ndim != len(shape):
             found = f"{tensor.dtype} with {tensor.ndim} axes"
             raise UploadError("tensor_type", f"{who}: {name!r} is {found}, not {dtype} with {len(shape)}")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedbicross.context import Context
+from fedbicross.errors import UploadError
 from fedbicross.messages import Client, Predictor, Reply
-from fedbicross.parts.features import check_encoder, describe, tokens
+from fedbicross.parts.features import MOST_IMAGES, check_encoder, check_tensors, describe, tokens, width
 from fedbicross.parts.settings import PooledConfig
 from fedbicross.steps.prior_shift import shift_prior
 
@@ -40,7 +41,9 @@ def reply(
 def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, gated: bool) -> Predictor:
     """At the client: the head as it is, under the client's own class frequencies, or for a gate under none."""
     encoder = describe(config, ctx)
-    check_encoder(reply.info["encoder"], encoder)
+    check_encoder(reply.info.get("encoder"), encoder)
+    wide = width(config, ctx)
+    _check_reply(config, reply, len(ctx.task.classes), wide, gated)
     weight, bias = reply.tensors["weight"], reply.tensors["bias"]
     if config.prior == "local":
         own = torch.tensor(client.class_counts(len(ctx.task.classes)))
@@ -51,7 +54,19 @@ def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, 
     if not config.hierarchy:
         return Predictor(ctx.task, ("linear",), ({"head.weight": weight, "head.bias": bias},), encoder=encoder)
     # A query of zeros weighs all tokens alike: attention pooling is then their mean.
-    width = weight.shape[1]
-    mean = {"query.vector": torch.zeros(width), "key.weight": torch.zeros(width, width)}
-    state = {**mean, "value.weight": torch.eye(width), "head.weight": weight, "head.bias": bias}
+    mean = {"query.vector": torch.zeros(wide), "key.weight": torch.zeros(wide, wide)}
+    state = {**mean, "value.weight": torch.eye(wide), "head.weight": weight, "head.bias": bias}
     return Predictor(ctx.task, ("attention",), (state,), encoder=encoder)
+
+
+def _check_reply(config: PooledConfig, reply: Reply, classes: int, wide: int, gated: bool) -> None:
+    """A head on features of the encoder here; where the prior is moved, counts that images can have."""
+    expected = {"weight": (torch.float32, (classes, wide)), "bias": (torch.float32, (classes,))}
+    counted = gated or config.prior == "local"
+    if counted:
+        expected["class_counts"] = (torch.int64, (classes,))
+    check_tensors(reply, expected)
+    if counted:
+        counts = reply.tensors["class_counts"].tolist()
+        if min(counts) < 0 or not 1 <= sum(counts) <= MOST_IMAGES:
+            raise UploadError("bad_counts", "the reply: 'class_counts' are no numbers of images")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,22 @@ def save(out: Path, cell: Cell, results: Mapping[str, Any]) -> None:
         raise RunError("cannot_write", f"writing to {out} failed: {error.strerror}") from None
 
 
-def save_error(out: Path, cell: Cell, error: FedBiCrossError) -> None:
+# An absolute path up to its last name: cells are handed on, and say nothing about the machine that made them.
+FOLDERS = re.compile(r"""(?<![\w.~:/\\-])(?:~|[A-Za-z]:|\\)?[/\\](?:[^\s:;,'"()/\\]+[/\\])*(?=[^\s/\\])""")
+
+
+def without_places(text: str, *places: Path | None) -> str:
+    """A message with the names of files and without the folders that they lie in; ``places`` may hold blanks."""
+    known = {str(form) for place in (*places, Path.home()) if place for form in (place, place.resolve())}
+    for folder in sorted(known - {".", "/"}, key=len, reverse=True):
+        text = re.sub(rf"{re.escape(folder)}(?![\w-])[/\\]?", "", text) if Path(folder).is_absolute() else text
+    return FOLDERS.sub("", text)
+
+
+def save_error(out: Path, cell: Cell, error: FedBiCrossError, data_dir: Path | None = None) -> None:
     """Say in the folder why a cell could not be made; the next run tries again."""
-    stored = {"schema": SCHEMA, "cell": cell.identity(), "digest": digest(cell), "error": str(error)}
+    text = without_places(str(error), out, data_dir or default_data_dir())
+    stored = {"schema": SCHEMA, "cell": cell.identity(), "digest": digest(cell), "error": text}
     write_atomic(error_file_of(out, cell), f"{canonical_json(stored)}\n".encode())
 
 

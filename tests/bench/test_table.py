@@ -105,6 +105,17 @@ def test_stale_cells_say_so(smoke: Path, tmp_path: Path) -> None:
     assert "| fedavg (stale) |" in table.markdown(found, [])
 
 
+def test_cells_on_other_images_are_not_paired(smoke: Path, tmp_path: Path) -> None:
+    shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path, lambda content: content.update(partition_sha256="0"), "cells-iid-n2-resnet8-seed1/fedavg.json")
+    stands = table.survey(["smoke"], tmp_path)[1]
+    assert [(s.cell.method, s.cell.seed, s.reason) for s in stands if s.state == "stale"] == [
+        ("fedavg", 1, "made on other images than training alone")
+    ]
+    line = line_of(table.groups(stands)[1], "fedavg")
+    assert line.stale and {seed for seed, _ in line.client_gains} == {0} and line.gain.sd is None
+
+
 def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
     suites, _ = table.survey(["smoke"], smoke)
     found = table.comparisons(suites, groups)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,12 +152,15 @@ class Stand:
     state: State
     stored: dict[str, Any] | None = None
     reason: str = ""
+    other_images: bool = False  # than training alone of the same seed: the two cannot be paired
 
 
 def stand(cell: Cell, out: Path, available: bool = True) -> Stand:
     """Look at one cell. What is stored counts, wherever it was made; data are only missed for what is not."""
     stored = load(file_of(out, cell))
     if stored is not None:
+        if _other_images(cell, stored, out):
+            return Stand(cell, "stale", stored, "made on other images than training alone", other_images=True)
         if stored.get("digest") == digest(cell):
             return Stand(cell, "done", stored)
         engine = stored.get("engine_version")
@@ -167,6 +170,15 @@ def stand(cell: Cell, out: Path, available: bool = True) -> Stand:
     if failed is not None and failed.get("digest") == digest(cell):
         return Stand(cell, "failed", None, str(failed.get("error")))
     return Stand(cell, "missing" if available else "not available here")
+
+
+def _other_images(cell: Cell, stored: Mapping[str, Any], out: Path) -> bool:
+    """Whether the images, or who has which, were others when the first way of training alone was stored."""
+    first = cell.alone[0]
+    if cell.spec == first:
+        return False
+    alone = load(file_of(out, replace(cell, method=first, spec=first)))
+    return alone is not None and alone.get("partition_sha256") != stored.get("partition_sha256")
 
 
 def survey(cells: Iterable[Cell], out: Path, data_dir: Path | None = None) -> list[Stand]:

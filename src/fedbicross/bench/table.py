@@ -130,17 +130,19 @@ def _row(stand: Stand) -> Mapping[str, Any]:
 
 def _group(stands: Sequence[Stand]) -> Group:
     cell = stands[0].cell
-    bars = _bars(stands)
+    pairable = [stand for stand in stands if not stand.other_images]
+    bars = _bars(pairable)
     by_method: dict[str, list[Stand]] = {}
     for stand in stands:
         by_method.setdefault(stand.cell.method, []).append(stand)
-    gains = {method: _gains(members, bars) for method, members in by_method.items()}
-    clients = {method: _client_values(members, bars) for method, members in by_method.items()}
+    same = {method: [stand for stand in pairable if stand.cell.method == method] for method in by_method}
+    gains = {method: _gains(members, bars) for method, members in same.items()}
+    clients = {method: _client_values(members, bars) for method, members in same.items()}
     judged = {method: p for method in by_method if (p := _p_alone(by_method[method], clients[method])) is not None}
     adjusted = statistics.holm(judged)
     ranked = {m: list(g.values()) for m, g in gains.items() if _role(by_method[m][0]) != "upper_bound" and g}
     best = statistics.clearly_best(ranked)
-    compared = {m: _accuracies(members) for m, members in by_method.items() if _role(members[0]) != "upper_bound"}
+    compared = {m: _accuracies(same[m]) for m, members in by_method.items() if _role(members[0]) != "upper_bound"}
     images = stat(entry["num_samples"] for stand in stands for entry in (stand.stored or {})["clients"])
     return Group(
         cell.suite,

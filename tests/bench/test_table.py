@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -131,6 +132,28 @@ def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
     assert not found[0].reason
     reasons = [{"method": "dafl", "reason": "no"}, {"suite": "smoke", "table": "0", "data": "cells", "reason": "drawn"}]
     assert [c.reason for c in table.comparisons(suites, groups, reasons)][:3] == ["drawn", "drawn", ""]
+
+
+def test_only_its_own_suite_reproduces_a_paper(smoke: Path, groups: list[Group]) -> None:
+    suites, _ = table.survey(["smoke"], smoke)
+    other = [replace(group, suite="ours") for group in groups]
+    assert not any(c.ours for c in table.comparisons(suites, other))
+    assert table.comparisons(suites, [*other, *groups]) == table.comparisons(suites, groups)
+    shown = table.comparisons(suites, other)
+    assert table.published_for(other[1], line_of(other[1], "fedavg"), shown), "the number is still shown beside"
+
+
+def test_headlines_count_a_number_once(smoke: Path, groups: list[Group]) -> None:
+    suites, _ = table.survey(["smoke"], smoke)
+    found = table.comparisons(suites, groups)
+    assert table.headlines(found) == ["budget smoke: 0 of 2 published numbers within 5 points"]
+    unknown = [replace(c, protocol=None, budget="paper", within=("global", "matched")) for c in found if c.ours]
+    assert table.headlines([*found, *unknown]) == [
+        "budget smoke: 0 of 2 published numbers within 5 points",
+        "budget paper: 2 of 2 published numbers within 5 points under at least one of three protocols "
+        "(the paper does not say which)",
+    ]
+    assert "- budget smoke: 0 of 2 published" in table.markdown(groups, found)
 
 
 def test_within_five_points(groups: list[Group], smoke: Path) -> None:

@@ -244,7 +244,7 @@ def _current(cell: Cell, out: Path) -> bool:
 
 def _take(
     waiting: Sequence[Job],
-    alone: Mapping[Hashable, Job],
+    alone: Mapping[tuple[str, tuple[str, ...]], Job],
     out: Path,
     data_dir: Path | None,
     outcome: Outcome,

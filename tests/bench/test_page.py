@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from fedbicross.bench import charts, page, publish, table
 from fedbicross.errors import ConfigError, RunError
+from fedbicross.report.text import stat
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def test_the_page_is_whole_and_alone(text: str, smoke: Path) -> None:
 def test_what_it_shows(text: str) -> None:
     for words in ("When does it pay?", "Gain against skew", "Accuracy against seconds", "Accuracy against bytes"):
         assert f"<h2>{words}</h2>" in text
-    assert "0 of 2 comparisons with a published number lie within 5 points" in text
+    assert "budget smoke: 0 of 2 published numbers within 5 points" in text
     assert "Not available here, or not made yet: OCTMNIST" in text
     assert "--cells &#39;data=cells,partition=dirichlet,alpha=0.3,clients=2,method=fedavg&#39;" in text
     assert "smoke, Table 0: 4" in text, "published numbers without a cell"
@@ -82,6 +84,28 @@ def test_every_chart_is_drawn(smoke: Path) -> None:
     assert charts.client_strips(groups[0], "label").count("dot ") >= 4
     assert charts.when_it_pays([]) == charts.gains_by_skew([], colour, "") == charts.gains_by_size([], colour, "") == ""
     assert charts.accuracy_against([], "bytes", colour, "") == ""
+
+
+def test_only_methods_with_all_federations_of_a_field_count(smoke: Path) -> None:
+    groups = table.groups(table.survey(["smoke"], smoke)[1])
+    one = groups[1]
+    lines = {line.method: line for line in one.lines}
+
+    def having(data: str, **gains: float) -> table.Group:
+        made = [replace(lines["fedavg"], method=m, role="method", gain=stat([gain])) for m, gain in gains.items()]
+        return replace(one, title=data, lines=tuple(made))
+
+    drawn = charts.when_it_pays([having("a", lucky=0.5, both=0.01), having("b", both=0.03)])
+    assert "a, b: both +2.0 points; 1 of 1 methods win" in drawn and "lucky" not in drawn
+    assert "win" not in charts.when_it_pays([having("a", x=0.1), having("b", y=0.1)])
+
+
+def test_a_picture_for_each_suite_and_budget(smoke: Path) -> None:
+    suites, stands = table.survey(["smoke"], smoke)
+    groups = table.groups(stands)
+    text = page.render(suites, [*groups, *(replace(group, budget="minute") for group in groups)], [], smoke)
+    assert text.count('aria-label="When does it pay?"') == 2
+    assert "<figcaption>smoke, smoke</figcaption>" in text and "<figcaption>smoke, minute</figcaption>" in text
 
 
 def test_great_losses_do_not_flatten_the_others() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from fedbicross.bench import statistics
 
@@ -16,9 +17,10 @@ from fedbicross.bench import statistics
 def slow_wilcoxon(differences: list[float]) -> float:
     """All ways to give signs: how often is the smaller sum of ranks as small as the one seen?"""
     values = [value for value in differences if value]
-    ranks = {index: rank for rank, index in enumerate(sorted(range(len(values)), key=lambda i: abs(values[i])), 1)}
+    order = sorted(abs(value) for value in values)
+    ranks = {i: order.index(abs(v)) + (order.count(abs(v)) + 1) / 2 for i, v in enumerate(values)}  # ties share a mean
 
-    def smaller(signs: list[bool]) -> int:
+    def smaller(signs: list[bool]) -> float:
         up = sum(ranks[i] for i, sign in enumerate(signs) if sign)
         return min(up, sum(ranks.values()) - up)
 
@@ -40,11 +42,24 @@ def test_wilcoxon_counts_all_signs(values: list[int]) -> None:
     assert statistics.wilcoxon([float(value) for value in values]) == pytest.approx(expected)
 
 
+@given(st.lists(st.integers(-4, 4), min_size=1, max_size=9))
+def test_wilcoxon_is_exact_with_ties(values: list[int]) -> None:
+    expected = slow_wilcoxon([float(value) for value in values]) if any(values) else 1.0
+    assert statistics.wilcoxon([float(value) for value in values]) == pytest.approx(expected)
+
+
+def test_wilcoxon_by_the_normal_approximation() -> None:
+    values = [float(value) for value in np.random.default_rng(0).normal(0.2, 1, statistics.EXACT + 1)]
+    exact = stats.wilcoxon(values, method="exact").pvalue
+    assert statistics.wilcoxon(values) != exact and statistics.wilcoxon(values) == pytest.approx(exact, rel=0.05)
+    assert statistics.wilcoxon(values[:-1]) == pytest.approx(stats.wilcoxon(values[:-1], method="exact").pvalue)
+
+
 def test_wilcoxon_without_a_difference() -> None:
     assert statistics.wilcoxon([]) is None
     assert statistics.wilcoxon([0.0, 0.0]) == 1.0
     assert statistics.wilcoxon([0.0, 1.0]) == 1.0
-    assert statistics.wilcoxon([1.0] * 40) < 1e-6  # type: ignore[operator]  # ties: by the normal approximation
+    assert statistics.wilcoxon([1.0] * 40) == 2.0**-39
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8, unique=True))

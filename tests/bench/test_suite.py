@@ -92,6 +92,20 @@ def test_bad_filters(wanted: str, code: str) -> None:
     assert error.value.code == code
 
 
+def test_a_sweep_finds_cells_that_an_earlier_one_shares() -> None:
+    first = VALUES["sweep"][0]
+    sweeps = [first, {**first, "name": "two", "methods": ["fedavg"]}, {**first, "name": "three", "methods": ["dafl"]}]
+    cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": sweeps}))
+    assert [c.method for c in suite.choose(cells, "sweep=two")] == ["local_only", "fedavg"]
+    assert [c.method for c in suite.choose(cells, "sweep=one")] == ["local_only", "fedavg", "fedisca"]
+    assert [c.method for c in suite.choose(cells, "sweep=t*")] == ["local_only", "fedavg", "dafl"]
+
+
+def test_ours_says_how_its_settings_were_chosen() -> None:
+    note = suite.load("ours")[1].note
+    assert "seeds 0 to 2" in note and "unlabelled test images" in note and "\n" not in note
+
+
 def first_sweep(**values: Any) -> dict[str, Any]:
     return {"sweep": [{**VALUES["sweep"][0], **values}]}
 

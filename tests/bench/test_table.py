@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -105,6 +106,17 @@ def test_stale_cells_say_so(smoke: Path, tmp_path: Path) -> None:
     assert "| fedavg (stale) |" in table.markdown(found, [])
 
 
+def test_cells_on_other_images_are_not_paired(smoke: Path, tmp_path: Path) -> None:
+    shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path, lambda content: content.update(partition_sha256="0"), "cells-iid-n2-resnet8-seed1/fedavg.json")
+    stands = table.survey(["smoke"], tmp_path)[1]
+    assert [(s.cell.method, s.cell.seed, s.reason) for s in stands if s.state == "stale"] == [
+        ("fedavg", 1, "made on other images than training alone")
+    ]
+    line = line_of(table.groups(stands)[1], "fedavg")
+    assert line.stale and {seed for seed, _ in line.client_gains} == {0} and line.gain.sd is None
+
+
 def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
     suites, _ = table.survey(["smoke"], smoke)
     found = table.comparisons(suites, groups)
@@ -120,6 +132,28 @@ def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
     assert not found[0].reason
     reasons = [{"method": "dafl", "reason": "no"}, {"suite": "smoke", "table": "0", "data": "cells", "reason": "drawn"}]
     assert [c.reason for c in table.comparisons(suites, groups, reasons)][:3] == ["drawn", "drawn", ""]
+
+
+def test_only_its_own_suite_reproduces_a_paper(smoke: Path, groups: list[Group]) -> None:
+    suites, _ = table.survey(["smoke"], smoke)
+    other = [replace(group, suite="ours") for group in groups]
+    assert not any(c.ours for c in table.comparisons(suites, other))
+    assert table.comparisons(suites, [*other, *groups]) == table.comparisons(suites, groups)
+    shown = table.comparisons(suites, other)
+    assert table.published_for(other[1], line_of(other[1], "fedavg"), shown), "the number is still shown beside"
+
+
+def test_headlines_count_a_number_once(smoke: Path, groups: list[Group]) -> None:
+    suites, _ = table.survey(["smoke"], smoke)
+    found = table.comparisons(suites, groups)
+    assert table.headlines(found) == ["budget smoke: 0 of 2 published numbers within 5 points"]
+    unknown = [replace(c, protocol=None, budget="paper", within=("global", "matched")) for c in found if c.ours]
+    assert table.headlines([*found, *unknown]) == [
+        "budget smoke: 0 of 2 published numbers within 5 points",
+        "budget paper: 2 of 2 published numbers within 5 points under at least one of three protocols "
+        "(the paper does not say which)",
+    ]
+    assert "- budget smoke: 0 of 2 published" in table.markdown(groups, found)
 
 
 def test_within_five_points(groups: list[Group], smoke: Path) -> None:

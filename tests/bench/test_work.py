@@ -90,6 +90,83 @@ def test_work_that_others_could_use_stays(tmp_path: Path) -> None:
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_training_alone_is_made_again_where_its_models_are_gone(tmp_path: Path) -> None:
+    """Rows and the bar that they are measured against come from one training."""
+    cells = make()
+    work.run(cells[:1], tmp_path, suite=cells)
+    shutil.rmtree(tmp_path / "work")
+    file = stored.file_of(tmp_path, cells[0])
+    old = json.loads(file.read_text())
+    true = old["row"]["clients"]
+    old["row"]["clients"] = [{**client, "accuracy": {"matched": 0.123}} for client in true]  # as another GPU had it
+    file.write_text(json.dumps(old))
+    work.run(cells[:2], tmp_path, suite=cells)
+    assert json.loads(file.read_text())["row"]["clients"] == true
+    file.write_text(json.dumps(old))
+    (base,) = (tmp_path / "work").iterdir()
+    log = base / "shared" / "events.jsonl"
+    trained = log.read_text().count('"trained"')
+    work.run(cells, tmp_path, suite=cells, keep_work=True)
+    assert json.loads(file.read_text())["row"]["clients"] == true, "also where the models are those of other cells"
+    assert log.read_text().count('"trained"') == trained, "which nobody trained again"
+
+
+def test_no_method_begins_while_somebody_trains_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = make()
+    work.run(cells[:1], tmp_path, suite=cells)
+    shutil.rmtree(tmp_path / "work")
+    looked = []
+
+    def meanwhile(seconds: float) -> None:
+        looked.append(seconds)
+        assert {path.name for path in (tmp_path / "work").glob("*/*")} == {"alone"}
+        other.__exit__()
+
+    monkeypatch.setattr(work.time, "sleep", meanwhile)
+    with work._folder(work.jobs(cells)[0], tmp_path) as other:
+        outcome = work.run(cells, tmp_path)
+    assert len(looked) == 1 and outcome.made == [cell.key for cell in cells[1:]]
+
+
+def test_tidying_waits_for_whoever_is_there(tmp_path: Path) -> None:
+    cells = make()
+    job = work.jobs(cells)[0]
+    work.run(cells, tmp_path, keep_work=True)
+    (base,) = (tmp_path / "work").iterdir()
+    for busy in ("alone", "another_budget"):
+        with RunFolder(base / busy):
+            work._tidy(job, cells, tmp_path)
+        assert (base / "shared" / "client_models").is_dir()
+    (tmp_path / "work" / ".gone-1-killed" / "objects").mkdir(parents=True)
+    work._tidy(job, cells, tmp_path)
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_a_lock_of_a_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = work._folder(work.jobs(make())[0], tmp_path)
+    enter = RunFolder.__enter__
+
+    def slow(self: RunFolder) -> RunFolder:
+        enter(self)
+        work._remove(self.path, tmp_path)
+        return self
+
+    monkeypatch.setattr(RunFolder, "__enter__", slow)
+    with pytest.raises(RunError) as error:
+        folder.__enter__()
+    assert error.value.code == "locked"
+
+
+def test_stored_errors_name_no_place_of_the_machine(tmp_path: Path) -> None:
+    (cell, *_) = make()
+    data = tmp_path / "my images"
+    for text in (f"{data}/blood.npz is cut", f"'{tmp_path}/a/blood.npz' is cut", r"C:\Users\ann\blood.npz is cut"):
+        stored.save_error(tmp_path / "out", cell, DataError("cut", text), data)
+        kept = stored.error_file_of(tmp_path / "out", cell).read_text()
+        assert str(tmp_path) not in kept and "ann" not in kept and "blood.npz" in kept and "is cut" in kept
+    assert stored.without_places("loss is nan/inf, see docs/x.md") == "loss is nan/inf, see docs/x.md"
+
+
 def test_variants_share_the_work_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they differ at the client only; and each can be made by itself."""
     specs = ["primum", "fedisca", "primum:student", "fedisca:personal", "fedisca:ema"]

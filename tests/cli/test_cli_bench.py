@@ -36,6 +36,7 @@ def test_from_the_first_cell_to_the_page(tmp_path: Path) -> None:
 
     for form, sign in (("md", "### Drawn cells"), ("csv", "suite,data,"), ("latex", "% written by"), ("html", "<!doc")):
         assert call("bench", "table", "smoke", "--out", out, "--format", form).out.startswith(sign)
+    assert call("bench", "table", "--out", out).out == "No cells are stored.\n", "smoke has to be named"
     made = ("bench", "table", "smoke", "--out", out, "--format", "html", "--to", page)
     assert call(*made).code == 0
     assert call(*made, "--check").code == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,9 +112,22 @@ def save(out: Path, cell: Cell, results: Mapping[str, Any]) -> None:
         raise RunError("cannot_write", f"writing to {out} failed: {error.strerror}") from None
 
 
-def save_error(out: Path, cell: Cell, error: FedBiCrossError) -> None:
+# An absolute path up to its last name: cells are handed on, and say nothing about the machine that made them.
+FOLDERS = re.compile(r"""(?<![\w.~:/\\-])(?:~|[A-Za-z]:|\\)?[/\\](?:[^\s:;,'"()/\\]+[/\\])*(?=[^\s/\\])""")
+
+
+def without_places(text: str, *places: Path | None) -> str:
+    """A message with the names of files and without the folders that they lie in; ``places`` may hold blanks."""
+    known = {str(form) for place in (*places, Path.home()) if place for form in (place, place.resolve())}
+    for folder in sorted(known - {".", "/"}, key=len, reverse=True):
+        text = re.sub(rf"{re.escape(folder)}(?![\w-])[/\\]?", "", text) if Path(folder).is_absolute() else text
+    return FOLDERS.sub("", text)
+
+
+def save_error(out: Path, cell: Cell, error: FedBiCrossError, data_dir: Path | None = None) -> None:
     """Say in the folder why a cell could not be made; the next run tries again."""
-    stored = {"schema": SCHEMA, "cell": cell.identity(), "digest": digest(cell), "error": str(error)}
+    text = without_places(str(error), out, data_dir or default_data_dir())
+    stored = {"schema": SCHEMA, "cell": cell.identity(), "digest": digest(cell), "error": text}
     write_atomic(error_file_of(out, cell), f"{canonical_json(stored)}\n".encode())
 
 
@@ -138,12 +152,15 @@ class Stand:
     state: State
     stored: dict[str, Any] | None = None
     reason: str = ""
+    other_images: bool = False  # than training alone of the same seed: the two cannot be paired
 
 
 def stand(cell: Cell, out: Path, available: bool = True) -> Stand:
     """Look at one cell. What is stored counts, wherever it was made; data are only missed for what is not."""
     stored = load(file_of(out, cell))
     if stored is not None:
+        if _other_images(cell, stored, out):
+            return Stand(cell, "stale", stored, "made on other images than training alone", other_images=True)
         if stored.get("digest") == digest(cell):
             return Stand(cell, "done", stored)
         engine = stored.get("engine_version")
@@ -153,6 +170,15 @@ def stand(cell: Cell, out: Path, available: bool = True) -> Stand:
     if failed is not None and failed.get("digest") == digest(cell):
         return Stand(cell, "failed", None, str(failed.get("error")))
     return Stand(cell, "missing" if available else "not available here")
+
+
+def _other_images(cell: Cell, stored: Mapping[str, Any], out: Path) -> bool:
+    """Whether the images, or who has which, were others when the first way of training alone was stored."""
+    first = cell.alone[0]
+    if cell.spec == first:
+        return False
+    alone = load(file_of(out, replace(cell, method=first, spec=first)))
+    return alone is not None and alone.get("partition_sha256") != stored.get("partition_sha256")
 
 
 def survey(cells: Iterable[Cell], out: Path, data_dir: Path | None = None) -> list[Stand]:

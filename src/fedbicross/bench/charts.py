@@ -210,7 +210,10 @@ def client_strips(group: Group, label: str) -> str:
 
 
 def when_it_pays(groups: Sequence[Group]) -> str:
-    """Hospital size against skew: in each field the best method, and how many of them win and lose on average."""
+    """Hospital size against skew: in each field the best method, and how many of them win and lose on average.
+
+    ``groups`` are those of one suite and budget.
+    """
     fields: dict[tuple[int, float], list[Group]] = {}
     for group in groups:
         if group.partition in ("iid", "dirichlet") and _methods(group):
@@ -245,7 +248,10 @@ def _field(x: float, y: float, wide: float, tall: float, groups: Sequence[Group]
     for group in groups:
         for item in _methods(group):
             gains.setdefault(item.method, []).append(item.gain.mean or 0.0)
-    means = {method: fmean(values) for method, values in gains.items()}
+    # A mean over fewer federations is another thing.
+    means = {method: fmean(values) for method, values in gains.items() if len(values) == len(groups)}
+    if not means:
+        return rect(x, y, wide - 3, tall - 3, "void")
     best = max(means, key=lambda method: means[method])
     wins, losses = sum(mean > 0 for mean in means.values()), sum(mean < 0 for mean in means.values())
     shade = min(abs(means[best]) / 0.05, 1.0) * 0.55

@@ -16,13 +16,13 @@ from fedbicross.bench.cells import file_of
 from fedbicross.bench.suite import Suite
 from fedbicross.bench.table import (
     REPRODUCTION,
-    WITHIN,
     Comparison,
     Group,
     Line,
     comparison_cells,
     count_text,
     gain_text,
+    headlines,
     missing_data,
     p_text,
     published_for,
@@ -68,7 +68,7 @@ def _context(
             for note in [f"{suite.title}: {suite.note}"]
         ],
         "budgets": {name: NOTES[name] for name in dict.fromkeys(group.budget for group in groups)},
-        "pays": Markup(charts.when_it_pays(groups)),
+        "pays": _pays(groups),
         "charts": _charts(groups),
         "strips": [
             (f"{group.name} ({group.budget})", Markup(drawing))
@@ -80,9 +80,7 @@ def _context(
         "pairs": [(f"{group.name} ({group.budget})", _pairs(group)) for group in groups if group.pairs],
         "reproduction_header": REPRODUCTION,
         "reproduction": [(comparison_cells(c), bool(c.within)) for c in measured],
-        "hits": sum(bool(c.within) for c in measured),
-        "measured": len(measured),
-        "within": f"{WITHIN:g}",
+        "headlines": headlines(published),
         "not_run": _not_run(published),
         "missing": missing_data(suites, groups),
     }
@@ -101,6 +99,15 @@ def _facts(groups: Sequence[Group], lines: Sequence[Line], methods: Sequence[Lin
         ("beyond chance (p < 0.05)", f"{beyond} of {len(methods)}"),
         ("made on", ", ".join(devices) or "nothing yet"),
     ]
+
+
+def _pays(groups: Sequence[Group]) -> list[Markup]:
+    """A picture for each suite and budget: what differs in these may not be compared."""
+    sets: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        sets.setdefault((group.suite, group.budget), []).append(group)
+    drawn = [_figure(f"{suite}, {budget}", charts.when_it_pays(members)) for (suite, budget), members in sets.items()]
+    return [Markup(figure) for figure in drawn if figure]
 
 
 def _charts(groups: Sequence[Group]) -> list[tuple[str, str, list[Markup]]]:

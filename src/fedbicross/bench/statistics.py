@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
+import numpy as np
 from scipy import stats
 
 Key = TypeVar("Key")
 Interval = tuple[float, float]
+EXACT = 50  # differences; 2 ** 50 choices of signs are still counted without rounding
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -50,12 +52,21 @@ def clearly_best(values: Mapping[Key, Sequence[float]]) -> Key | None:
 def wilcoxon(differences: Sequence[float]) -> float | None:
     """Two-sided p of the signed-rank test that these differences lie about 0; 1 if all are 0, None if there are none.
 
-    Differences of 0 are left out. Exact for up to 50 of them without ties, else by the normal approximation.
+    Differences of 0 are left out. Exact for up to ``EXACT`` others, ties included; beyond by the normal approximation.
+    Up to where scipy is exact, and whether it is with ties, depends on its version: small samples are counted here.
     """
     if not differences:
         return None
-    other = [value for value in differences if value != 0]
-    return float(stats.wilcoxon(other).pvalue) if other else 1.0
+    other = np.array([value for value in differences if value != 0])
+    if len(other) > EXACT:
+        return float(stats.wilcoxon(other, method="approx").pvalue)
+    ranks = np.rint(2 * stats.rankdata(np.abs(other))).astype(int)  # doubled: ties share a rank that may be a half
+    ways = np.ones(1)  # how many of all choices of signs have this sum of positive ranks
+    for rank in ranks:
+        ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))
+    up = int(ranks[other > 0].sum())
+    smaller = min(up, int(ranks.sum()) - up)
+    return min(1.0, 2 * float(ways[: smaller + 1].sum()) / 2.0 ** len(other))
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:

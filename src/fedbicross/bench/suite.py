@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import resources
@@ -174,6 +174,7 @@ class Cell:
     spec: str
     alone: tuple[str, ...]
     config: RunConfig
+    also: tuple[str, ...] = ()  # later sweeps that ask for it too
 
     @property
     def skew(self) -> str:
@@ -235,8 +236,11 @@ def expand(name: str, suite: Suite, budget: str | None = None) -> list[Cell]:
     for sweep in suite.sweep:
         for cell in _sweep(name, suite, sweep, budget):
             other = found.setdefault(cell.key, cell)
-            if other is not cell and _what(other) != _what(cell):
+            if other is cell:
+                continue
+            if _what(other) != _what(cell):
                 raise ConfigError("same_cell", f"{other.sweep} and {cell.sweep} make {cell.key} in different ways")
+            found[cell.key] = replace(other, also=(*other.also, cell.sweep))
     return list(found.values())
 
 
@@ -327,6 +331,8 @@ def _rule(text: str) -> tuple[str, list[str]]:
 
 
 def _fits(cell: Cell, field: str, patterns: Sequence[str]) -> bool:
+    if field == "sweep":
+        return any(fnmatchcase(name, pattern) for name in (cell.sweep, *cell.also) for pattern in patterns)
     value = getattr(cell, field)
     text = "iid" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return any(fnmatchcase(text, pattern) for pattern in patterns)

@@ -130,17 +130,19 @@ def _row(stand: Stand) -> Mapping[str, Any]:
 
 def _group(stands: Sequence[Stand]) -> Group:
     cell = stands[0].cell
-    bars = _bars(stands)
+    pairable = [stand for stand in stands if not stand.other_images]
+    bars = _bars(pairable)
     by_method: dict[str, list[Stand]] = {}
     for stand in stands:
         by_method.setdefault(stand.cell.method, []).append(stand)
-    gains = {method: _gains(members, bars) for method, members in by_method.items()}
-    clients = {method: _client_values(members, bars) for method, members in by_method.items()}
+    same = {method: [stand for stand in pairable if stand.cell.method == method] for method in by_method}
+    gains = {method: _gains(members, bars) for method, members in same.items()}
+    clients = {method: _client_values(members, bars) for method, members in same.items()}
     judged = {method: p for method in by_method if (p := _p_alone(by_method[method], clients[method])) is not None}
     adjusted = statistics.holm(judged)
     ranked = {m: list(g.values()) for m, g in gains.items() if _role(by_method[m][0]) != "upper_bound" and g}
     best = statistics.clearly_best(ranked)
-    compared = {m: _accuracies(members) for m, members in by_method.items() if _role(members[0]) != "upper_bound"}
+    compared = {m: _accuracies(same[m]) for m, members in by_method.items() if _role(members[0]) != "upper_bound"}
     images = stat(entry["num_samples"] for stand in stands for entry in (stand.stored or {})["clients"])
     return Group(
         cell.suite,
@@ -278,12 +280,15 @@ class Comparison:
 def comparisons(
     suites: Mapping[str, Suite], found: Sequence[Group], reasons: Sequence[Mapping[str, Any]] = ()
 ) -> list[Comparison]:
-    """Every published number of these suites beside every stored group on the same federation, one for each budget."""
-    lines: dict[tuple[str, str, int, bool, str], list[tuple[str, Line]]] = {}
+    """Every published number of these suites beside the suite's own cells on the same federation, once a budget.
+
+    Cells of other suites have other client training and are no reproduction, however near they come.
+    """
+    lines: dict[tuple[str, str, str, int, bool, str], list[Line]] = {}
     for group in found:
         for line in group.lines:
-            key = (group.data, group.partition_text, group.clients, "+" in group.models, line.method)
-            lines.setdefault(key, []).append((group.suite, line))
+            key = (group.suite, group.data, group.partition_text, group.clients, "+" in group.models, line.method)
+            lines.setdefault(key, []).append(line)
     out = []
     for name, suite in suites.items():
         for table in suite.published:
@@ -291,7 +296,7 @@ def comparisons(
                 for column, value in zip(table.columns, values, strict=True):
                     data, skew, clients = column.split()
                     mixed = bool(table.client_models)
-                    parts = [lines.get((data, part, int(clients), mixed, method), []) for part in skew.split("+")]
+                    parts = [lines.get((name, data, part, int(clients), mixed, method), []) for part in skew.split("+")]
                     place = (suite.paper or name, table.table, table.page, data, skew, int(clients), mixed, method)
                     what = (table.metric, table.protocol, value)
                     made = _same_budget(parts)
@@ -310,15 +315,28 @@ def comparisons(
 MEASURED = ("accuracy", "balanced_accuracy")
 
 
-def _same_budget(parts: Sequence[Sequence[tuple[str, Line]]]) -> dict[str, list[Line]]:
-    """By budget (and suite, where several have it) one line for each part of a mean; only where none is missing."""
-    found: dict[tuple[str, str], list[Line]] = {}
-    for part in parts:
-        for suite, line in part:
-            found.setdefault((line.budget, suite), []).append(line)
-    whole = {key: members for key, members in found.items() if len(members) == len(parts)}
-    budgets = [budget for budget, _ in whole]
-    return {b if budgets.count(b) == 1 else f"{b} ({suite})": members for (b, suite), members in whole.items()}
+def _same_budget(parts: Sequence[Sequence[Line]]) -> dict[str, list[Line]]:
+    """By budget one line for each part of a mean; only where none is missing or there twice, with two networks."""
+    budgets = dict.fromkeys(line.budget for part in parts for line in part)
+    found = {budget: [[line for line in part if line.budget == budget] for part in parts] for budget in budgets}
+    return {b: [line for (line,) in members] for b, members in found.items() if all(len(m) == 1 for m in members)}
+
+
+def headlines(found: Sequence[Comparison]) -> list[str]:
+    """How many published numbers are reproduced: each counts once a budget, and those of unknown protocol apart."""
+    out = []
+    for budget in dict.fromkeys(c.budget for c in found if c.ours):
+        for known, words in (
+            (True, ""),
+            (False, " under at least one of three protocols (the paper does not say which)"),
+        ):
+            numbers = [c for c in found if c.ours and c.budget == budget and (c.protocol is not None) == known]
+            hits = sum(bool(c.within) for c in numbers)
+            if numbers:
+                out.append(
+                    f"budget {budget}: {hits} of {len(numbers)} published numbers within {WITHIN:g} points{words}"
+                )
+    return out
 
 
 def _ours(lines: Sequence[Line], metric: str, protocol: str | None) -> dict[str, float]:
@@ -435,8 +453,7 @@ def markdown(found: Sequence[Group], published: Sequence[Comparison], missing: S
         parts.append("")
     measured = [c for c in published if c.ours]
     if measured:
-        hits = sum(bool(c.within) for c in measured)
-        parts += [f"### Published numbers: {hits} of {len(measured)} within {WITHIN:g} points\n"]
+        parts += ["### Published numbers\n", *(f"- {text}" for text in headlines(published)), ""]
         parts += [_md(REPRODUCTION), _md([":---"] * len(REPRODUCTION))]
         parts += [_md(text.translate(MARKDOWN_ESCAPES) for text in comparison_cells(c)) for c in measured]
         parts.append("")

@@ -8,10 +8,13 @@ removed; the cell's JSON file is what stays.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,6 +104,17 @@ class CellFolder(RunFolder):
         self.common = RunFolder(shared)
         self.scopes = frozenset(scopes)
         self.store = SharedStore(path, shared, scopes)  # type: ignore[assignment]  # all that a runner asks of it
+
+    def __enter__(self) -> CellFolder:
+        super().__enter__()
+        try:
+            lost = not os.path.samestat(os.fstat(self._lock or 0), (self.path / ".lock").stat())
+        except FileNotFoundError:
+            lost = True
+        if lost:  # somebody removed the folder between the opening of the lock and its taking
+            self.__exit__()
+            raise RunError("locked", f"another process removed {self.path}")
+        return self
 
     def event(self, **fields: Any) -> None:
         """Note times of shared work where everybody finds them."""
@@ -198,10 +212,10 @@ def run(
             waiting.append(job)
     total, done = len(waiting), 0
     everything = list(suite or cells)
-    by_key = {cell.key: cell for cell in everything}
+    alone = {(job.cells[0].federation, job.cells[0].alone): job for job in jobs(everything) if job.cells[0].is_alone}
     try:
         while waiting:
-            taken = _take(waiting, by_key, out, data_dir, outcome, progress)
+            taken = _take(waiting, alone, out, data_dir, outcome, progress)
             if taken is None:  # all that is left is being made by others, or needs what they make
                 progress.check()
                 time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -230,24 +244,33 @@ def _current(cell: Cell, out: Path) -> bool:
 
 def _take(
     waiting: Sequence[Job],
-    by_key: dict[str, Cell],
+    alone: Mapping[tuple[str, tuple[str, ...]], Job],
     out: Path,
     data_dir: Path | None,
     outcome: Outcome,
     progress: Deadline,
 ) -> Job | None:
     """Make the first job that nobody else is at, or find that it has been made; None if there is none."""
+    other = {cell.key for job in waiting for cell in job.cells}
     for job in waiting:
         broken = next((outcome.failed[key] for key in job.needs if key in outcome.failed), None)
         if broken is not None:
             outcome.failed |= {cell.key: broken for cell in job.cells}
             return job
-        if not all(_current(by_key[key], out) for key in job.needs):
+        if any(key in other for key in job.needs):  # this call makes training alone itself, before
             continue
         progress.check()
         folder = _folder(job, out)
         try:
-            with folder:
+            with contextlib.ExitStack() as locks:
+                if job.cells[0].is_alone:
+                    locks.enter_context(folder)
+                else:
+                    first = alone.get((job.cells[0].federation, job.cells[0].alone))
+                    with _folder(job, out, alone=True) as beside:
+                        if first is not None and not all(_current(cell, out) for cell in job.cells):
+                            _one_training(first, beside, out, data_dir, progress)
+                        locks.enter_context(folder)  # before the other lock is free, so that nobody tidies in between
                 todo = [cell for cell in job.cells if not _current(cell, out)]
                 if todo and job.cells[0].is_alone:
                     todo = list(job.cells)  # each is measured against all
@@ -257,33 +280,53 @@ def _take(
         except RunError as error:
             if error.code == "locked":
                 continue
-            _fail(job, out, outcome, error)
+            _fail(job, out, data_dir, outcome, error)
         except FedBiCrossError as error:
-            _fail(job, out, outcome, error)
+            _fail(job, out, data_dir, outcome, error)
         return job
     return None
 
 
-def _fail(job: Job, out: Path, outcome: Outcome, error: FedBiCrossError) -> None:
+def _one_training(alone: Job, folder: CellFolder, out: Path, data_dir: Path | None, progress: Progress) -> None:
+    """Train alone again where the models are gone, or are not those of the stored cells.
+
+    The store that a federation's jobs share has no lock of its own: only whoever holds ``alone`` may train in it. And a
+    method must be measured against the training that its clients had; on a GPU no two are the same.
+    """
+    if all(_current(cell, out) and _shared(cell, folder, out) for cell in alone.cells):
+        return
+    progress.say(f"{alone.name}: again, its models are not here")
+    _make(alone, alone.cells, folder, out, data_dir, progress)
+
+
+def _shared(cell: Cell, folder: CellFolder, out: Path) -> bool:
+    """Whether the models behind a cell of training alone lie in the shared store."""
+    row = folder.store.load(f"rows/seed-{cell.seed}/{cell.spec.replace(':', '+')}.json")
+    kept = (stored.load(stored.file_of(out, cell)) or {}).get("row", {})
+    return row is not None and json.loads(row)["clients"] == kept.get("clients")
+
+
+def _fail(job: Job, out: Path, data_dir: Path | None, outcome: Outcome, error: FedBiCrossError) -> None:
     """Note it and go on: one method that cannot work must not cost all others."""
     if error.code == "cannot_write":
         raise error
     for cell in job.cells:
         outcome.failed[cell.key] = error
-        stored.save_error(out, cell, error)
+        stored.save_error(out, cell, error, data_dir)
 
 
 def _work(cell: Cell, out: Path) -> Path:
     return out / "work" / f"{cell.federation}-{stored.federation_digest(cell)[:12]}"
 
 
-def _folder(job: Job, out: Path) -> CellFolder:
+def _folder(job: Job, out: Path, alone: bool = False) -> CellFolder:
+    """Of a job, or of training alone on its federation."""
     first = job.cells[0]
     base = _work(first, out)
     scopes = [f"seed-{first.seed}/{spec.replace(':', '+')}" for spec in first.alone]
     # Digests are in the name: what a method left under other settings must not be taken for this one's.
     digests = hashlib.sha256("".join(stored.digest(cell) for cell in job.cells).encode()).hexdigest()
-    own = "alone" if first.is_alone else f"{first.method.replace(':', '+')}-{digests[:12]}"
+    own = "alone" if alone or first.is_alone else f"{first.method.replace(':', '+')}-{digests[:12]}"
     return CellFolder(base / own, base / "shared", scopes)
 
 
@@ -334,15 +377,26 @@ def _tidy(job: Job, suite: Sequence[Cell], out: Path) -> None:
     first = job.cells[0]
     base = _work(first, out)
     if not first.is_alone and all(_current(cell, out) for cell in job.cells):
-        shutil.rmtree(_folder(job, out).path, ignore_errors=True)
+        _remove(_folder(job, out).path, out)
     mates = [cell for cell in suite if cell.federation == first.federation and _work(cell, out) == base]
-    if all(_current(cell, out) for cell in mates) and not _busy(base):
-        shutil.rmtree(base, ignore_errors=True)
+    if base.is_dir() and all(_current(cell, out) for cell in mates):
+        with contextlib.suppress(RunError), _folder(job, out, alone=True):  # nobody begins here without this lock
+            if not _busy(base):
+                _remove(base, out)
+
+
+def _remove(path: Path, out: Path) -> None:
+    """Away with a folder under its name at once: whoever comes next begins in one of its own."""
+    gone = out / "work" / f".gone-{os.getpid()}-{path.name}"
+    with contextlib.suppress(OSError):  # another process was first, or the system does not move open files
+        path.rename(gone)
+    for left in gone.parent.glob(".gone-*"):  # also what a kill in the middle of this left
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _busy(base: Path) -> bool:
-    """Whether some process works here, say for another budget."""
-    return any(RunFolder(path).held() for path in base.iterdir() if path.is_dir()) if base.is_dir() else False
+    """Whether some process works at a method here, say for another budget."""
+    return any(RunFolder(path).held() for path in base.iterdir() if path.is_dir() and path.name != "alone")
 
 
 def spread(

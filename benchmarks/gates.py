@@ -25,6 +25,7 @@ from fedbicross.evaluate import protocols
 from fedbicross.evaluate.metrics import paired_interval
 from fedbicross.runs.environment import versions
 from fedbicross.steps import gate
+from fedbicross.steps.prior_shift import fit_temperature
 
 ROOT = Path(__file__).resolve().parents[1]
 MARGINS = (0.0, 0.1, 0.2, 0.3)
@@ -59,6 +60,14 @@ class Cell:
             self.alone(i, "local_only:both", rows), self.student[rows], self.counts[i], choice.share
         ).softmax(-1)
         return answer if referred is None else refer(answer, self.student[rows], referred)
+
+    def estimated(self, i: int, rows: np.ndarray, batch: np.ndarray) -> Tensor:
+        """Log-probabilities of the student under the class mix of a batch, as sure as client i's own images allow."""
+        held = np.flatnonzero((self.client == i) & self.held_back)
+        tau = fit_temperature(self.student[held], self.labels[held], log_prior(self.counts[i]))
+        classes = self.student.shape[1]
+        mix = gate.estimate_prior((self.student[batch] / tau).softmax(-1), torch.full((classes,), 1 / classes))
+        return (self.student[rows] / tau + log_prior(len(batch) * mix + 1)).log_softmax(-1)
 
 
 def margins(cells: dict[str, Cell]) -> list[dict[str, Any]]:
@@ -116,6 +125,9 @@ def score(name: str, cell: Cell) -> dict[str, Any]:
         models.setdefault("primum:student", []).append(cell.student[rows].exp().numpy())
         mine = np.flatnonzero(cell.client == i)
         models.setdefault("primum", []).append(cell.primum(i, mine, rows).numpy())
+        own = rows[cell.own_test[rows] == i]
+        for method, batch in (("primum:estimated", own), ("primum:estimated, everybody's patients", rows)):
+            models.setdefault(method, []).append(cell.estimated(i, rows, batch).exp().numpy())
     accuracy = {}
     for method, answers in models.items():
         scores = [protocols.score_client(p, test, i, cell.counts[i].numpy()) for i, p in enumerate(answers)]

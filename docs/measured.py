@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -278,6 +279,64 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
     made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; the last column counts clients."
     first = table(titles, rows, "l" + "r" * (len(titles) - 1))
     return f"{first}\n\n{table(short, mean, 'l' + 'r' * (len(short) - 1))}\n\n{made}"
+
+
+def primum_estimated(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.gates`: the student under three class mixes, beside training alone."""
+    file = root / "results" / "primum" / "gates.json"
+    rows = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        data, partition, _, seed = cell["cell"].split("-")
+        everybody = "primum:estimated, everybody's patients"
+        shown = [(cell["alone"], "matched"), ("primum:student", "matched"), ("primum:estimated", "matched")]
+        shown += [("primum:student", "global"), (everybody, "global")]
+        rows.append((f"{data}, {partition}", seed, *(f"{100 * cell['accuracy'][m][p]:.1f}" for m, p in shown)))
+    titles = ("data, α", "seed", "own patients: alone %", "student %", "estimated %")
+    titles = (*titles, "everybody's: student %", "estimated %")
+    return f"{table(titles, rows, 'l' + 'r' * 6)}\n\nFrom [`gates.json`]({link(file, page)})."
+
+
+def primum_no_counts(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.no_counts`: what is read off the networks, and what the teacher loses."""
+    file = root / "results" / "primum" / "no-counts.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        (
+            row["alpha"],
+            row["seed"],
+            f"{row['found']} of {row['classes']}",
+            f"{row['taken_for_present']} of {row['missing']}",
+            f"{row['rank_correlation']:.2f}",
+            f"{row['exponent']:.2f}",
+            *(f"{100 * row['accuracy'][way]:.1f}" for way in ("counts", "shown", "alike")),
+        )
+        for row in found["rows"]
+    ]
+    titles = ("α", "seed", "classes found", "absent ones taken for present", "rank correlation", "exponent")
+    ways = ("teacher % with true counts", "with counts read off", "all alike")
+    return f"{table((*titles, *ways), rows, 'r' * 9)}\n\n{_drawn_cells(found, file, page)}"
+
+
+def primum_one_class(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.one_class`: the teacher with and without made-up outliers at hospitals with one class."""
+    file = root / "results" / "primum" / "one-class.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    ways = list(found["rows"][0]["accuracy"])
+    rows = [
+        (row["partition"], row["seed"], row["lone"], row["clients"], *(f"{100 * row['accuracy'][w]:.1f}" for w in ways))
+        for row in found["rows"]
+    ]
+    titles = ("partition", "seed", "with one class", "of N", *(f"teacher %, {way}" for way in ways))
+    return f"{table(titles, rows, 'l' + 'r' * (len(titles) - 1))}\n\n{_drawn_cells(found, file, page)}"
+
+
+def _drawn_cells(found: Mapping[str, Any], file: Path, page: Path) -> str:
+    config, training = found["config"], found["config"]["training"]
+    images = config["data"]["train_size"]
+    return (
+        f"Drawn cells, {images:,} training images, {config['model']}, {training['epochs']} epochs, torch "
+        f"{found['versions']['torch']}. From [`{file.name}`]({link(file, page)})."
+    )
 
 
 def primum_margins(_: str, page: Path, root: Path) -> str:

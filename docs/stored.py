@@ -34,6 +34,8 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "primum's gate on the logits of its cells, and the margins it was chosen from",
         "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",
     ),
+    "primum/no-counts.json": ("primum's teacher without class counts", "`python -m benchmarks.no_counts`"),
+    "primum/one-class.json": ("hospitals with one class and made-up outliers", "`python -m benchmarks.one_class`"),
     "primum/development.json": (
         "what primum's settings were chosen by",
         "no command is kept; its settings are in the file",

@@ -66,8 +66,7 @@ class ClientModels:
 
     def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
         """One client's training, which begins at the first ``next`` and keeps its result."""
-        stream = ("init",) if self.ctx.training.init == "shared" else ("init", client.name)
-        model = self.ctx.new_model(seeds.torch_rng(self.ctx.training_seed, *stream), self.ctx.model_of(client))
+        model = self.first_model(client.name, self.ctx.model_of(client))
         update = self.ctx.progress.start(f"training {client.label}", self.ctx.training.epochs)
         trained = yield from self._train(
             client,
@@ -79,6 +78,11 @@ class ClientModels:
         )
         self.ctx.store.save(_model_file(key), trained.pack())
         return trained
+
+    def first_model(self, client: str, architecture: str) -> torch.nn.Module:
+        """The network with which a client's training begins: everybody who knows the recipe can make it."""
+        stream = ("init",) if self.ctx.training.init == "shared" else ("init", client)
+        return self.ctx.new_model(seeds.torch_rng(self.ctx.training_seed, *stream), architecture)
 
     def train_further(
         self,

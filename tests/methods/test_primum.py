@@ -20,7 +20,7 @@ from fedbicross.errors import ConfigError, MethodError, UploadError
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import METHODS, create
-from fedbicross.parts import class_mix, gate
+from fedbicross.parts import class_mix, gate, teachers
 from fedbicross.parts.local import own_model
 from fedbicross.parts.pool import page_batches
 from fedbicross.steps.augment import draw_boxes, draw_views, zoomed
@@ -206,11 +206,17 @@ def test_equals_the_algorithm_in_plain_torch(
 
 
 @pytest.mark.usefixtures("float64")
-def test_without_class_counts_everyone_counts_alike(uploads: list[Upload]) -> None:
-    secret = [replace(upload, class_counts=None) for upload in uploads]
+def test_without_class_counts_those_are_used_that_the_networks_show() -> None:
+    clients, ctx = uneven(), tiny_context()
+    clients[0] = replace(clients[0], labels=np.where(clients[0].labels == 1, 2, clients[0].labels))
     method = tiny("primum:no_counts")
+    secret = [method.upload(client, ctx) for client in clients]
+    assert all(upload.class_counts is None for upload in secret)
     found = method.fuse(secret, tiny_context())[0].tensors
-    slow.assert_same_state(found, slow_student(secret, method.config, tiny_context()))
+    shown = teachers.read_counts(secret, tiny_context()).tolist()
+    assert shown[0][1] == 0 and min(shown[0][0], *shown[1]) > 0
+    told = [replace(upload, class_counts=row) for upload, row in zip(secret, shown, strict=True)]
+    slow.assert_same_state(found, slow_student(told, method.config, tiny_context()))
 
 
 def test_what_leaves(trained: Context, uploads: list[Upload]) -> None:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedbicross.context import Context
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import MethodError
-from fedbicross.messages import Upload
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.parts import teachers
 from fedbicross.parts.teachers import inversion_settings, load_teacher, send_network
+from fedbicross.steps.head_counts import counts_from_head
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 
@@ -117,3 +120,44 @@ def test_jitter_grows_with_the_image(size: int, jitter: int) -> None:
     assert shift(size) == jitter
     assert shift(size, jitter=5) == 5
     assert shift(28, jitter=99) == 27, "a full turn is no shift"
+
+
+# --- clients that keep their class counts to themselves ---------------------------------------------------
+
+
+def lacking(seed: int) -> Client:
+    """A client without class 0 or class 1."""
+    client = tiny_clients(2)[seed]
+    return replace(client, labels=np.where(client.labels == seed, 2, client.labels))
+
+
+@pytest.mark.parametrize("training", [{}, {"init": "independent"}, {"init_scheme": "he"}, {"lr": 1e-3, "epochs": 1}])
+@pytest.mark.parametrize("model", ["resnet8", "vgg8"])
+def test_class_counts_are_read_off_the_networks(model: str, training: dict[str, Any]) -> None:
+    ctx, clients = tiny_context(model=model, **training), [lacking(0), lacking(1), tiny_clients(3)[2]]
+    sent = [create("primum:no_counts").upload(client, ctx) for client in clients]
+    assert all(upload.class_counts is None for upload in sent)
+    counts = [[int((client.labels == c).sum()) for c in range(3)] for client in clients]
+    found = teachers.read_counts(sent, ctx)
+    assert (found > 0).tolist() == [[n > 0 for n in row] for row in counts]
+    for upload, row in zip(sent, found, strict=True):
+        first = ctx.models.first_model(upload.client, model).state_dict()["head.weight"]
+        assert torch.equal(row, counts_from_head(upload.tensors["head.weight"], first))
+
+
+def test_the_first_weights_are_those_that_training_begins_with() -> None:
+    """A training whose rate is next to nothing ends where it began."""
+    for init in ("shared", "independent"):
+        ctx, client = tiny_context(init=init, lr=1e-30, epochs=1), tiny_clients(2)[1]
+        first = ctx.models.first_model("client-1", "resnet8").state_dict()["head.weight"]
+        assert torch.equal(ctx.local_model(client).state["head.weight"], first)
+
+
+def test_a_network_that_learnt_nothing_has_a_say_only_where_nobody_else_has() -> None:
+    ctx = tiny_context()
+    one = replace(tiny_clients(1)[0], name="one", labels=np.zeros(24, np.int64))  # one class: a loss of zero
+    sent = [create("primum:no_counts").upload(client, ctx) for client in (one, lacking(1))]
+    found = teachers.read_counts(sent, ctx)
+    assert found[0].tolist() == [teachers.LEARNT_NOTHING] * 3 and found[1, 1] == 0
+    weights = teachers.class_weights(found, "counts")
+    assert weights[0, 1] == 1 and weights[0, 0] < 0.01 and weights[0, 2] < 0.01

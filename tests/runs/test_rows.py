@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from fedbicross.evaluate.protocols import TestSet
+from fedbicross.messages import Predictor
 from fedbicross.parts.class_mix import adapt_prior, calibrated
 from fedbicross.parts.local import own_model
 from fedbicross.runs import runner
@@ -26,10 +30,15 @@ def test_each_client_takes_the_class_mix_of_the_test_images_dealt_to_it() -> Non
     assert found["client-2"] is models["client-2"]
 
 
-def test_a_run_answers_under_the_estimated_mix() -> None:
-    """The row differs from that of the stored models only in the mix."""
+def test_only_a_method_that_says_so_is_adapted_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted: list[tuple[str, set[str]]] = []
+
+    def spy(predictors: Any, images: Any, test: Any, owners: Any, ctx: Any) -> dict[str, Predictor]:
+        out = adapt_all(predictors, images, test, owners, ctx)
+        adapted.append((ctx.scope, {name for name, model in out.items() if model is not predictors[name]}))
+        return out
+
+    monkeypatch.setattr(runner, "adapt_all", spy)
     method = {"primum": {**TINY_METHODS["primum"], "batch": 8}}
-    results = runner.run(tiny(methods=["primum:estimated", "primum:student"], method=method))
-    rows = {row["method"]: row for row in results["rows"]}
-    assert rows["primum:estimated"]["settings"]["prior"] == "estimated"
-    assert rows["primum:estimated"]["reply_bytes"] == rows["primum:student"]["reply_bytes"]
+    runner.run(tiny(methods=["primum:estimated", "primum:student"], method=method))
+    assert adapted == [("seed-0/primum+estimated", {"client-0", "client-1", "client-2"})]

@@ -27,6 +27,8 @@ from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, MethodConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedbicross.steps.inversion import InversionSettings
 
 
@@ -35,7 +37,8 @@ class PrimumConfig(MethodConfig):
 
     loss: Literal["balanced", "cross_entropy"] = Field("balanced", description="of the clients' own training")
     counts: Literal["sent", "unknown"] = Field(
-        "sent", description="class counts of each client; unknown: none leave, every class counts alike for everyone"
+        "sent",
+        description="class counts of each client; unknown: none leave, and what a network shows of them is used",
     )
     invert: Literal["alone", "together"] = Field(
         "alone", description="each network by itself, or all of them by one batch (as FedISCA does)"
@@ -114,7 +117,7 @@ class Primum(Method[PrimumConfig]):
         "estimated": "the student under a class mix estimated from the unlabelled images that it is asked about",
         "one_network": "the client's own model is the uploaded network alone, not averaged with a plain one",
         "single": "all networks of the gate's model distilled into one, unless that is worse beyond chance",
-        "no_counts": "class counts stay at home: every client counts alike for every class",
+        "no_counts": "class counts stay at home: the server reads off each network what it can",
         "cross_entropy": "ablation: clients trained by plain cross-entropy",
         "together": "ablation: all networks inverted by one batch with balanced labels, as in FedISCA",
         "balanced_labels": "ablation: each network alone, but all classes alike",
@@ -127,7 +130,7 @@ class Primum(Method[PrimumConfig]):
         "fresh": "ablation: the student starts from fresh weights",
     }
     at_client = frozenset({"own", "prior", "single"})
-    quick_settings = {"pool": 20, "batch": 32, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1200}
+    quick_settings = {"pool": 15, "batch": 48, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1300}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -171,7 +174,6 @@ class Primum(Method[PrimumConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Images from each network alone, and one student that learns the consensus of all networks on them."""
         config = self.config
-        classes = len(ctx.task.classes)
         networks = parts.teachers.load_ensemble(
             uploads,
             ctx,
@@ -181,7 +183,7 @@ class Primum(Method[PrimumConfig]):
             bn_distance=config.bn_distance,
             batchnorm_for=self.name,
         )
-        counts = parts.teachers.class_counts(uploads, classes)
+        counts = self._counts(uploads, ctx)
         weights = parts.teachers.class_weights(counts, config.weights)
         if config.invert == "alone":
             sources = {upload.client: networks.subset([i]) for i, upload in enumerate(uploads)}
@@ -221,6 +223,12 @@ class Primum(Method[PrimumConfig]):
         )
         reply = Reply(student.state(), {"architecture": ctx.task.model})
         return [reply for _ in uploads]
+
+    def _counts(self, uploads: Sequence[Upload], ctx: Context) -> Tensor:
+        """n(i,c) as the clients sent them, or what their networks show of them."""
+        if self.config.counts == "sent":
+            return parts.teachers.class_counts(uploads, len(ctx.task.classes))
+        return parts.teachers.read_counts(uploads, ctx)
 
     def _inversion(self, ctx: Context) -> InversionSettings:
         config, size = self.config, ctx.task.image_size

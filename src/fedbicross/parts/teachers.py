@@ -13,9 +13,12 @@ from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.norm import BNDistance
 from fedbicross.messages import Client, Upload
 from fedbicross.parts.settings import SynthesisConfig
+from fedbicross.steps.head_counts import counts_from_head
 from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm
 from fedbicross.steps.trajectory import Teacher
+
+LEARNT_NOTHING = 1e-6  # of an image, so that such a network has a say only where nobody else has
 
 
 def send_network(client: Client, ctx: Context, class_counts: bool = False) -> Upload:
@@ -87,6 +90,19 @@ def class_counts(uploads: Sequence[Upload], classes: int) -> Tensor:
     """n(i,c) as float64 [N,C]; ones for a client that keeps its counts to itself."""
     given = [upload.class_counts if upload.class_counts is not None else [1] * classes for upload in uploads]
     return torch.tensor([list(counts) for counts in given], dtype=torch.float64)
+
+
+def read_counts(uploads: Sequence[Upload], ctx: Context) -> Tensor:
+    """What the networks show of their clients' class counts, up to a factor for all, as float64 [N,C].
+
+    A network that was not moved at all learnt nothing: next to no images, all classes alike.
+    """
+    found = []
+    for upload in uploads:
+        first = ctx.models.first_model(upload.client, upload.task.model).state_dict()
+        shown = counts_from_head(upload.tensors["head.weight"], first["head.weight"])
+        found.append(shown if bool(shown.any()) else torch.full_like(shown, LEARNT_NOTHING))
+    return torch.stack(found)
 
 
 def class_weights(counts: Tensor, by: combine.Weighting) -> Tensor:

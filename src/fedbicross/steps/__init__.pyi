@@ -9,6 +9,7 @@ from . import distill as distill
 from . import gate as gate
 from . import generators as generators
 from . import guidance as guidance
+from . import head_counts as head_counts
 from . import inversion as inversion
 from . import mixtures as mixtures
 from . import noise as noise

@@ -57,8 +57,8 @@ class Cell:
         choice = gate.choose(own, self.student[held], self.labels[held], self.counts[i])
         referred = gate.referral(self.student[own_rows], self.labels[own_rows], self.counts[i])
         answer = gate.mixed(
-            self.alone(i, "local_only:both", rows), self.student[rows], self.counts[i], choice.share
-        ).softmax(-1)
+            self.alone(i, "local_only:both", rows), self.student[rows], self.counts[i], choice.share, choice.flatness
+        ).exp()
         return answer if referred is None else refer(answer, self.student[rows], referred)
 
     def estimated(self, i: int, rows: np.ndarray, batch: np.ndarray) -> Tensor:

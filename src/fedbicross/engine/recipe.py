@@ -12,7 +12,8 @@ from fedbicross.settings import Settings
 
 # FedISCA's recipe (paper: optimiser, rate, batch, epochs; released code: the rest), which FedBiCross reuses.
 _PAPER: dict[str, Any] = {"lr": 1e-3, "schedule": "step", "augment": False}
-_MODERN: dict[str, Any] = {"lr": 1e-2, "schedule": "cosine", "augment": True}
+# The last epoch: a rate that falls to nothing needs no choice, and validation images that chose nothing are unbiased.
+_MODERN: dict[str, Any] = {"lr": 1e-2, "schedule": "cosine", "augment": True, "select": "last"}
 RECIPES = {"paper": _PAPER, "modern": _MODERN}
 
 
@@ -26,7 +27,7 @@ def lr_multiplier(schedule: str, progress: float, milestones: Sequence[float] = 
 class Training(Settings):
     """Local training of one client. Values not given are taken from ``recipe``."""
 
-    recipe: Literal["paper", "modern"] = Field("paper", description="preset for lr, schedule and augment")
+    recipe: Literal["paper", "modern"] = Field("paper", description="preset for lr, schedule, augment and select")
     epochs: int = Field(100, ge=1, le=100_000, description="passes over the local training images (paper: 100)")
     batch_size: int = Field(128, ge=2, le=65_536, description="images per step (paper: 128)")
     lr: float = Field(1e-3, gt=0, le=10, description="SGD learning rate (paper: 1e-3, modern: 1e-2)")
@@ -35,7 +36,9 @@ class Training(Settings):
     schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 50 % and 75 %")
     augment: bool = Field(False, description="random quarter turns and mirror images (paper: none)")
     validation: float = Field(0.1, ge=0, lt=1, description="share kept for local validation (authors' code: 0.1)")
-    select: Literal["best", "last"] = Field("best", description="uploaded epoch: best on local validation, or last")
+    select: Literal["best", "last"] = Field(
+        "best", description="uploaded epoch: best on local validation (paper), or last (modern)"
+    )
     loss: Literal["cross_entropy", "balanced"] = Field(
         "cross_entropy",
         description="balanced: of z + log n(c), without the classes that a client lacks, so that its own class mix is "

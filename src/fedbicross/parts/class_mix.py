@@ -12,7 +12,7 @@ from fedbicross.engine.combine import log_prior
 from fedbicross.errors import MethodError
 from fedbicross.messages import Predictor
 from fedbicross.parts.gate import log_probabilities
-from fedbicross.steps.gate import FLATNESS, estimate_prior
+from fedbicross.steps.gate import estimate_prior
 from fedbicross.steps.prior_shift import fit_temperature
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from fedbicross.context import Context, Store
     from fedbicross.messages import Client
 
+FLATNESS = 0.3  # e of the mix (1-e) pi + e/C that a calibrated model answers under at first
+
 
 def calibrated(client: Client, shared: Predictor, ctx: Context) -> Predictor:
     """A network without a class mix in it, as sure as the client's validation images allow, under the client's mix.
 
-    ``adapt_prior`` can exchange that mix. Until it does, the mix is the one that the gate gives a shared model.
+    ``adapt_prior`` can exchange that mix. Until it does, no class is impossible in it.
     """
     validate.check_predictor(shared)  # it came from elsewhere, and is asked here before anybody else looks at it
     rows, classes = ctx.validation_rows(client), len(ctx.task.classes)

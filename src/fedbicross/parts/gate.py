@@ -11,7 +11,7 @@ from fedbicross.engine.combine import NEVER, NOT_REFERRED, log_prior
 from fedbicross.engine.predict import batch_logits
 from fedbicross.errors import MethodError
 from fedbicross.messages import Predictor
-from fedbicross.steps.gate import FLATNESS, Choice, choose, referral
+from fedbicross.steps.gate import Choice, choose, referral
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +45,7 @@ def gated(
     w = choice.share
     (mine, b_mine), (theirs, b_theirs) = log_linear(own), log_linear(shared)
     weights = torch.cat([w * mine, (1 - w) * theirs])
-    prior = w * b_mine.double() + (1 - w) * (b_theirs.double() + log_prior(counts, FLATNESS))
+    prior = w * b_mine.double() + (1 - w) * (b_theirs.double() + log_prior(counts, choice.flatness))
     used = (weights > 0).any(1)
     used[-1] |= referred is not None
     keep = [i for i in range(len(used)) if used[i]]
@@ -82,10 +82,19 @@ def _describe(ctx: Context, client: Client, choice: Choice, referred: Tensor | N
     """What was decided and by what, for the report."""
     if not choice.images:
         ctx.record.warn(f"{client.label}: no validation images to try the shared model on; its own model stays")
-    columns = ["validation images", "won by the mixture", "lost", "own model's share", "classes referred, from odds"]
+    columns = [
+        "validation images",
+        "log-loss gained by mixing",
+        "p",
+        "answers won",
+        "lost",
+        "own model's share",
+        "classes referred, from odds",
+    ]
     odds = [] if referred is None else referred.tolist()
     classes = [f"{ctx.task.classes[c]} {value:.1f}" for c, value in enumerate(odds) if value < NOT_REFERRED]
-    row = [choice.images, choice.won, choice.lost, choice.share, ", ".join(classes) or "none"]
+    tried = [round(choice.gain, 4), round(choice.chance, 4), choice.won, choice.lost, choice.share]
+    row = [choice.images, *tried, ", ".join(classes) or "none"]
     ctx.record.add("tables", f"{client.label}: own model and shared model", {"columns": columns, "rows": [row]})
 
 

@@ -38,7 +38,7 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
 
 
 @dataclass
-class Site:
+class Node:
     """A node, and what came of it in this run."""
 
     registered: str = ""  # the name that the operator gave the node's key, if any
@@ -78,7 +78,7 @@ class OneShot(Strategy):
     ) -> None:
         self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
         self.clock, self.sleep = clock, sleep
-        self.sites: dict[int, Site] = {}  # by node
+        self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
         self.outcome = Summary(federation.run, 0)
         self.began = self.last_news = clock()
@@ -128,7 +128,7 @@ class OneShot(Strategy):
         """Ask every node that is online for its upload; it is also how a node shows which site it is."""
         del server_round, arrays, config
         for node in grid.get_nodes():
-            site = self.sites.setdefault(node.node_id, Site(node.name))
+            site = self.sites.setdefault(node.node_id, Node(node.name))
             if site.name is None and self._may_ask(site):
                 yield self._question(MessageType.TRAIN, node.node_id)
 
@@ -215,7 +215,7 @@ class OneShot(Strategy):
 
     # --- when ----------------------------------------------------------------------------------------------
 
-    def _may_ask(self, site: Site) -> bool:
+    def _may_ask(self, site: Node) -> bool:
         return not site.busy and self.clock() >= site.ask_again
 
     def _question(self, kind: str, node: int, bundle: bytes | None = None) -> Message:

@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,7 +33,7 @@ sys.setprofile(None)
 ours = lambda names: len({name for name in names if str(name).split(".")[0] == "fedbicross"})
 print(ours(sys.modules), ours(module for module, function in called if function != "<module>"))
 """
-# Stage 2 of FedBiCross: the loop, Eqs. 5 to 8, the images that it reads, and how a killed run goes on.
+# Stage 2 of FedBiCross: the loop, Eqs. 6 to 8, the samples that it reads, and how a killed run goes on.
 STAGE_2 = {
     "before": [
         "methods/fedbicross.py",
@@ -40,14 +41,17 @@ STAGE_2 = {
         "steps/crosscluster.py",
         "steps/bilevel.py",
         "steps/trajectory.py",
-        "steps/distill.py",
-        "engine/fast.py",
         "context.py",
         "bundle/format.py",
     ],
     "now": ["methods/fedbicross.py", "steps/bilevel.py", "steps/trajectory.py", "stages.py"],
 }
 FOLDERS = {"src": "src/fedbicross", "tests": "tests"}
+
+
+def git(*words: str) -> str:
+    """What it prints about this repository."""
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def length(file: Path) -> int:
@@ -118,6 +122,21 @@ def not_new(before: Path) -> list[str]:
     return [entry for kind, entry in entries if is_there(entry, before / FOLDERS[kind])]
 
 
+def lines_by_commits(folder: str) -> dict[str, int]:
+    """Lines added less lines deleted since then: by commits of the rebuild, whose subjects say refactor, and by others.
+
+    A commit that was made on two branches counts once.
+    """
+    log = git("log", "--no-merges", "-M", "--numstat", "--format=@%s", f"{BEFORE}..HEAD", "--", folder)
+    by_subject: dict[str, int] = {}
+    for commit in log.split("@")[1:]:
+        subject, *files = [line for line in commit.splitlines() if line]
+        found = [line.split("\t") for line in files if re.search(r"\.pyi?\}?$", line)]
+        by_subject.setdefault(subject, sum(int(added) - int(deleted) for added, deleted, _ in found))
+    rebuild = sum(lines for subject, lines in by_subject.items() if subject.startswith("refactor"))
+    return {"rebuild": rebuild, "others": sum(by_subject.values()) - rebuild}
+
+
 def count(root: Path, stage_2: list[str]) -> dict[str, Any]:
     """All numbers of one tree."""
     source = root / FOLDERS["src"]
@@ -131,7 +150,7 @@ def count(root: Path, stage_2: list[str]) -> dict[str, Any]:
         "modules": len(list(source.rglob("*.py"))),
         "inner_imports": sum(map(inner_imports, source.rglob("*.py"))),
         "longest_method": [methods[-1].name, length(methods[-1])],
-        "stage_2": [name for name in stage_2 if (source / name).exists()],
+        "stage_2": {name: length(source / name) for name in stage_2},
         "run_imports": imported,
         "run_calls": called,
     }
@@ -147,10 +166,11 @@ def main() -> None:
     if wrong:
         parser.error(f"not new: {wrong}")
     found = {
-        "commit_before": BEFORE,
+        "commits": {"before": BEFORE, "now": git("rev-parse", "--short", "HEAD").strip()},
         "before": count(arguments.before.resolve(), STAGE_2["before"]),
         "now": count(ROOT, STAGE_2["now"]),
         "new_lines": new_lines(ROOT),
+        "by_commits": {kind: lines_by_commits(folder) for kind, folder in FOLDERS.items()},
     }
     arguments.to.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 

@@ -407,6 +407,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "superseded": measured.superseded,
     "waiting": measured.waiting,
     "suite": measured.suite,
+    "house": measured.house,
     "threads": measured.threads,
     "primum-cells": measured.primum_cells,
     "primum-development": measured.primum_development,

@@ -436,7 +436,5 @@ def house(_: str, page: Path, root: Path) -> str:
     commits, by = found["commits"], found["by_commits"]
     header = ("", f"before (`{commits['before']}`)", f"now (`{commits['now']}`)", "of which new", "without it")
     changes = " and ".join(f"`{kind}` by {parts['rebuild']:+,} ({parts['others']:+,})" for kind, parts in by.items())
-    return (
-        f"{table(header, rows, 'lrrrr')}\n\nCommits of the rebuild changed {changes} lines, in brackets all others. "
-        + (f"Raw numbers: [`house.json`]({link(file, page)}).")
-    )
+    said = f"Commits of the rebuild changed {changes} lines, in brackets all others."
+    return f"{table(header, rows, 'lrrrr')}\n\n{said} Raw numbers: [`house.json`]({link(file, page)})."

@@ -46,6 +46,7 @@ STAGE_2 = {
     ],
     "now": ["methods/fedbicross.py", "steps/bilevel.py", "steps/trajectory.py", "stages.py"],
 }
+NEW = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["new"]
 FOLDERS = {"src": "src/fedbicross", "tests": "tests"}
 
 
@@ -106,19 +107,23 @@ def is_there(entry: str, root: Path) -> bool:
 
 def new_lines(root: Path) -> dict[str, dict[str, int]]:
     """Lines of what is new, by feature."""
-    features = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["new"]
     return {
         feature: {
             kind: sum(lines_of(entry, root / FOLDERS[kind]) for entry in entries) for kind, entries in parts.items()
         }
-        for feature, parts in features.items()
+        for feature, parts in NEW.items()
     }
+
+
+def new_modules(root: Path) -> int:
+    """How many modules are new as a whole."""
+    whole = [entry for parts in NEW.values() for entry in parts["src"] if ": " not in entry]
+    return sum(file.suffix == ".py" for entry in whole for file in python_files(root / FOLDERS["src"] / entry))
 
 
 def not_new(before: Path) -> list[str]:
     """Entries of the list that were there before: none, or the list is wrong."""
-    features = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["new"]
-    entries = [(kind, entry) for parts in features.values() for kind, found in parts.items() for entry in found]
+    entries = [(kind, entry) for parts in NEW.values() for kind, found in parts.items() for entry in found]
     return [entry for kind, entry in entries if is_there(entry, before / FOLDERS[kind])]
 
 
@@ -170,6 +175,7 @@ def main() -> None:
         "before": count(arguments.before.resolve(), STAGE_2["before"]),
         "now": count(ROOT, STAGE_2["now"]),
         "new_lines": new_lines(ROOT),
+        "new_modules": new_modules(ROOT),
         "by_commits": {kind: lines_by_commits(folder) for kind, folder in FOLDERS.items()},
     }
     arguments.to.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

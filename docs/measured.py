@@ -414,7 +414,7 @@ def house(_: str, page: Path, root: Path) -> str:
     """The size of the code before and after the rebuild, by `benchmarks.house`."""
     file = root / "results" / "benchmarks" / "house.json"
     found = json.loads(file.read_text(encoding="utf-8"))
-    before, now = found["before"], found["now"]
+    before, now, apart = found["before"], found["now"], found["new_modules"]
 
     def lines(kind: str) -> tuple[str, ...]:
         new, key = sum(feature[kind] for feature in found["new_lines"].values()), f"{kind}_lines"
@@ -426,7 +426,7 @@ def house(_: str, page: Path, root: Path) -> str:
     rows = [
         lines("src"),
         lines("tests"),
-        plain("modules", lambda tree: tree["modules"]),
+        ("modules", *(str(tree["modules"]) for tree in (before, now)), str(apart), str(now["modules"] - apart)),
         plain("imports inside functions", lambda tree: tree["inner_imports"]),
         plain("lines of the longest method", lambda tree: "{1} (`{0}`)".format(*tree["longest_method"])),
         plain("files to read for stage 2 of FedBiCross", lambda tree: len(tree["stage_2"])),

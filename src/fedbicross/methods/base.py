@@ -62,7 +62,7 @@ class Method(ABC, Generic[ConfigT]):
         return None
 
     @property
-    def ways_alone(self) -> tuple[str, ...]:
+    def local_baselines(self) -> tuple[str, ...]:
         """Local baselines, beside the run's recipe, that this method has to beat because its clients train that way."""
         return ("local_only:balanced",) if self.loss == "balanced" else ()
 

@@ -135,9 +135,9 @@ class Primum(Method[PrimumConfig]):
         return self.config.loss
 
     @property
-    def ways_alone(self) -> tuple[str, ...]:
+    def local_baselines(self) -> tuple[str, ...]:
         """What it uploads, and what it starts from at the client."""
-        return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+        return (*super().local_baselines, *(["local_only:both"] if self.config.own == "both" else []))
 
     @property
     def adapts_prior(self) -> bool:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,20 @@ def lines_by_commits(folder: str) -> dict[str, int]:
     return {"rebuild": rebuild, "others": sum(by_subject.values()) - rebuild}
 
 
+def unique_definitions(folder: Path) -> dict[str, int]:
+    """Lines of every function and class whose name stands in one file of a folder only."""
+    found = [item for file in folder.rglob("*.py") for item in definitions(file).items() if "." not in item[0]]
+    names = Counter(name for name, _ in found)
+    return {name: lines for name, lines in found if names[name] == 1}
+
+
+def same_names(before: Path, folder: str) -> dict[str, int]:
+    """Functions and classes of the same name in both trees: how many, and their lines in each."""
+    old, new = unique_definitions(before / folder), unique_definitions(ROOT / folder)
+    both = old.keys() & new.keys()
+    return {"names": len(both), "before": sum(old[n] for n in both), "now": sum(new[n] for n in both)}
+
+
 def count(root: Path, stage_2: list[str]) -> dict[str, Any]:
     """All numbers of one tree."""
     source = root / FOLDERS["src"]
@@ -176,6 +191,7 @@ def main() -> None:
         "now": count(ROOT, STAGE_2["now"]),
         "new_lines": new_lines(ROOT),
         "new_modules": new_modules(ROOT),
+        "same_names": {kind: same_names(arguments.before, folder) for kind, folder in FOLDERS.items()},
         "by_commits": {kind: lines_by_commits(folder) for kind, folder in FOLDERS.items()},
     }
     arguments.to.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

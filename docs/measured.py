@@ -423,9 +423,16 @@ def house(_: str, page: Path, root: Path) -> str:
     def plain(title: str, of: Callable[[Mapping[str, Any]], object]) -> tuple[str, ...]:
         return title, str(of(before)), str(of(now)), "", ""
 
+    def alike(kind: str) -> tuple[str, ...]:
+        both = found["same_names"][kind]
+        title = f"lines of the {both['names']:,} functions and classes of `{kind}` with the same name in both"
+        return title, f"{both['before']:,}", f"{both['now']:,}", "", ""
+
     rows = [
         lines("src"),
         lines("tests"),
+        alike("src"),
+        alike("tests"),
         ("modules", *(str(tree["modules"]) for tree in (before, now)), str(apart), str(now["modules"] - apart)),
         plain("imports inside functions", lambda tree: tree["inner_imports"]),
         plain("lines of the longest method", lambda tree: "{1} (`{0}`)".format(*tree["longest_method"])),

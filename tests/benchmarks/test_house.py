@@ -22,6 +22,9 @@ def test_lines_imports_and_definitions_are_counted(tmp_path: Path) -> None:
     assert house.lines_of("a.py: f C.m", tmp_path) == 8
     assert house.is_there("a.py: f gone", tmp_path) and not house.is_there("a.py: gone", tmp_path)
     assert not house.is_there("c.py: f", tmp_path) and not house.is_there("c.py", tmp_path)
+    assert house.unique_definitions(tmp_path) == {"f": 5, "C": 4}
+    (tmp_path / "twice.py").write_text("class f:\n    pass\n")
+    assert house.unique_definitions(tmp_path) == {"C": 4}
     with pytest.raises(KeyError, match="gone"):
         house.lines_of("a.py: gone", tmp_path)
     with pytest.raises(FileNotFoundError):

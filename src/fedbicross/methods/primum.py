@@ -3,7 +3,7 @@
 1. Each hospital trains a network so that its own class mix stays out of it (balanced softmax), and for itself another
    one in the plain way.
 2. The server inverts each network alone, with labels in that hospital's own class mix, so that labels and
-   batch-normalisation statistics tell one story: a pool of images.
+   batch-normalisation statistics agree: a pool of images.
 3. It distils the consensus of all networks, log-probabilities weighted per class, into one student, which starts from
    the network that knows most, on that pool: turned, mirrored, zoomed and cut together, each with soft
    labels of its own.

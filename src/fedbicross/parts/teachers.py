@@ -19,7 +19,7 @@ from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm
 from fedbicross.steps.trajectory import Teacher
 
-LEARNT_NOTHING = 1e-6  # of an image, so that such a network has a say only where nobody else has
+LEARNT_NOTHING = 1e-6  # of an image: such a network counts only for classes that no other client has
 
 
 def send_network(client: Client, ctx: Context, class_counts: bool = False) -> Upload:

@@ -68,7 +68,7 @@ def without_columns(text: str, titles: Iterable[str]) -> str:
 
 def _costs(run: str, method: str, root: Path) -> str:
     """Bytes, operations and seconds of one method and its variants in a stored run."""
-    from fedbicross.evaluate.costs import format_bytes, format_flops, format_seconds
+    from fedbicross.report.text import duration, flops, size
 
     rows = [row for row in load(run, root)["rows"] if row["method"].partition(":")[0] == method]
     if not rows:
@@ -76,11 +76,11 @@ def _costs(run: str, method: str, root: Path) -> str:
     cells = [
         (
             f"`{row['method']}`",
-            format_bytes(row["upload_bytes"] / row["num_clients"]),
-            format_bytes(row["reply_bytes"] / row["num_clients"]),
-            format_flops(row["client_flops"]),
-            format_flops(row["server_flops"]),
-            format_seconds(row["seconds"]),
+            size(row["upload_bytes"] / row["num_clients"]),
+            size(row["reply_bytes"] / row["num_clients"]),
+            flops(row["client_flops"]),
+            flops(row["server_flops"]),
+            duration(row["seconds"]),
         )
         for row in rows
     ]
@@ -358,7 +358,7 @@ def _partitions(_: str, page: Path, root: Path) -> str:
 def _models(_: str, page: Path, root: Path) -> str:
     del page, root
     from fedbicross import models
-    from fedbicross.evaluate.costs import format_bytes, format_flops
+    from fedbicross.report import text
 
     rows = []
     for name, info in models.MODELS.items():
@@ -369,8 +369,8 @@ def _models(_: str, page: Path, root: Path) -> str:
             (
                 f"`{name}`",
                 f"{models.num_parameters(*shape):,}",
-                format_flops(models.forward_flops(*shape)),
-                format_bytes(size),
+                text.flops(models.forward_flops(*shape)),
+                text.size(size),
                 "yes" if info.has_batchnorm else "no",
                 info.description,
             )
@@ -407,6 +407,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "superseded": measured.superseded,
     "waiting": measured.waiting,
     "suite": measured.suite,
+    "house": measured.house,
     "threads": measured.threads,
     "primum-cells": measured.primum_cells,
     "primum-development": measured.primum_development,

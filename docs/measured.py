@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -408,3 +408,40 @@ def threads(_: str, page: Path, root: Path) -> str:
     words = f"Two less one: {np.mean(apart):+.1f} on average, standard error {error:.1f}."
     header = ("threads", *(f"seed {seed}" for seed in seeds), "mean", "sd")
     return f"{table(header, rows, 'r' * len(header))}\n\n{words}"
+
+
+def house(_: str, page: Path, root: Path) -> str:
+    """The size of the code before and after the rebuild, by `benchmarks.house`."""
+    file = root / "results" / "benchmarks" / "house.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    before, now, apart = found["before"], found["now"], found["new_modules"]
+
+    def lines(kind: str) -> tuple[str, ...]:
+        new, key = sum(feature[kind] for feature in found["new_lines"].values()), f"{kind}_lines"
+        return f"lines in `{kind}`", f"{before[key]:,}", f"{now[key]:,}", f"{new:,}", f"{now[key] - new:,}"
+
+    def plain(title: str, of: Callable[[Mapping[str, Any]], object]) -> tuple[str, ...]:
+        return title, str(of(before)), str(of(now)), "", ""
+
+    def alike(kind: str) -> tuple[str, ...]:
+        both = found["same_names"][kind]
+        title = f"lines of the {both['names']:,} functions and classes of `{kind}` with the same name in both"
+        return title, f"{both['before']:,}", f"{both['now']:,}", "", ""
+
+    rows = [
+        lines("src"),
+        lines("tests"),
+        alike("src"),
+        alike("tests"),
+        ("modules", *(str(tree["modules"]) for tree in (before, now)), str(apart), str(now["modules"] - apart)),
+        plain("imports inside functions", lambda tree: tree["inner_imports"]),
+        plain("lines of the longest method", lambda tree: "{1} (`{0}`)".format(*tree["longest_method"])),
+        plain("files to read for stage 2 of FedBiCross", lambda tree: len(tree["stage_2"])),
+        plain("modules that a run of FedBiCross imports", lambda tree: tree["run_imports"]),
+        plain("modules of which it calls a function", lambda tree: tree["run_calls"]),
+    ]
+    commits, by = found["commits"], found["by_commits"]
+    header = ("", f"before (`{commits['before']}`)", f"now (`{commits['now']}`)", "of which new", "without it")
+    changes = " and ".join(f"`{kind}` by {parts['rebuild']:+,} ({parts['others']:+,})" for kind, parts in by.items())
+    said = f"Commits of the rebuild changed {changes} lines, in brackets all others."
+    return f"{table(header, rows, 'lrrrr')}\n\n{said} Raw numbers: [`house.json`]({link(file, page)})."

@@ -11,13 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from fedbicross import client_models, context, models
-from fedbicross.context import Context, MemoryStore, Stopwatch
+from fedbicross.context import Context, Stopwatch
 from fedbicross.engine import train as training
 from fedbicross.engine.train import epoch_batches, split_validation
 from fedbicross.errors import MethodError
 from fedbicross.messages import Client
 from fedbicross.seeds import numpy_rng
-from small import tiny_clients, tiny_context
+from small import Mortal, survive, tiny_clients, tiny_context
 
 MIXED = {"client-1": "vgg8"}
 
@@ -119,24 +119,15 @@ def test_retraining_killed_at_any_epoch_ends_with_the_same_bytes(monkeypatch: py
     start = tiny_context(**PLAIN).local_model(client).state
     whole = tiny_context(**PLAIN).retrain(client, start, visit="shot-2")
 
-    class Killed(Exception):
-        pass
+    store = Mortal()
 
-    class Mortal(MemoryStore):
-        def save(self, name: str, data: bytes) -> None:
-            super().save(name, data)
-            raise Killed
-
-    store, lives = Mortal(), 0
-    for _ in range(5):
+    def work() -> dict[str, torch.Tensor]:
         ctx = tiny_context(**PLAIN)
         ctx.store = store
-        try:
-            again = ctx.retrain(client, start, visit="shot-2")
-            break
-        except Killed:
-            lives += 1
-    assert lives == 2, "a checkpoint after each epoch but the last"
+        return ctx.retrain(client, start, visit="shot-2")
+
+    again = survive(store, 1, work)
+    assert len(store.names) == 2, "a checkpoint after each epoch but the last"
     assert all(torch.equal(whole[name], value) for name, value in again.items())
 
 

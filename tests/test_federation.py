@@ -32,7 +32,7 @@ def test_the_walk_would_notice_data() -> None:
 
 
 def test_data_flows_one_way() -> None:
-    order = ["cli", "runs", "federation", "pipeline", "methods", "parts", "steps", "engine", "models"]
+    order = ["cli", "bench", "runs", "federation", "pipeline", "methods", "parts", "steps", "engine", "models"]
     for rank, room in enumerate(order):
         below = {f"fedbicross.{name}" for name in order[:rank]}
         for file in modules_of(f"fedbicross.{room}"):

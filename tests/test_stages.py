@@ -99,7 +99,7 @@ def test_an_end_that_is_worth_it_is_kept_at_once_and_only_once() -> None:
     ctx, total = tiny_context(), Sum()
     for step in ctx.stage("end", "to the end", 4, keep_end=True, total=total).steps():
         total.add(step)
-    before, again = ctx.store.load(ctx._stage("end")), Sum()
+    before, again = ctx.store.load(ctx.stage_file("end")), Sum()
     assert before is not None
     assert list(ctx.stage("end", "to the end", 4, keep_end=True, total=again).steps()) == []
-    assert again.value == total.value and ctx.store.load(ctx._stage("end")) == before
+    assert again.value == total.value and ctx.store.load(ctx.stage_file("end")) == before

@@ -125,7 +125,7 @@ class ClientModels:
             epochs=count,
             visit=(visit,),
             store=self.ctx.store,
-            checkpoint=self.ctx._stage(f"{visit}-{self.local_model_key(client)}"),
+            checkpoint=self.ctx.stage_file(f"{visit}-{self.local_model_key(client)}"),
             on_epoch=lambda epoch, entry: update(epoch, _epoch_note(entry)),
         )
         (trained,) = train_together([job])

@@ -240,12 +240,12 @@ class Context:
 
     def load_stage(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """What ``save_stage`` kept under this name, or None."""
-        data = self.store.load(self._stage(name))
+        data = self.store.load(self.stage_file(name))
         return None if data is None else unpack(data, "stage")
 
     def save_stage(self, name: str, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Checkpoint a stage, so that a killed run goes on from here."""
-        self.store.save(self._stage(name), pack("stage", tensors, info))
+        self.store.save(self.stage_file(name), pack("stage", tensors, info))
         if self.stopwatch.at_work is not None:  # a resumed run does not spend this time again
             verb, what = self.stopwatch.at_work
             self.event(event="partial", verb=verb, scope=self.scope, name=what, seconds=self.stopwatch.lap())
@@ -260,13 +260,14 @@ class Context:
 
     def drop_stage(self, name: str) -> None:
         """Forget one checkpoint."""
-        self.store.drop(self._stage(name))
+        self.store.drop(self.stage_file(name))
 
     def drop_stages(self) -> None:
         """Forget this method's checkpoints."""
         self.store.drop(f"stages/{self.scope}")
 
-    def _stage(self, name: str) -> str:
+    def stage_file(self, name: str) -> str:
+        """Where a stage's checkpoint lies in the store."""
         return "/".join(["stages", self.scope, *self.streams, f"{name}.safetensors"])
 
     # --- what clients train and encode: made by `client_models`, once, and shared by all methods ---------

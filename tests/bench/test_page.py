@@ -71,7 +71,7 @@ def test_the_same_cells_give_the_same_bytes(text: str, smoke: Path) -> None:
 
 
 def test_every_chart_is_drawn(smoke: Path) -> None:
-    groups = table.groups(table.survey(["smoke"], smoke)[1])
+    groups = table.groups(table.stored_cells(["smoke"], smoke)[1])
     colour = charts.colours(groups)
     assert set(colour) == {"fedavg", "fedisca"}
     pays = charts.when_it_pays(groups)
@@ -87,7 +87,7 @@ def test_every_chart_is_drawn(smoke: Path) -> None:
 
 
 def test_only_methods_with_all_federations_of_a_field_count(smoke: Path) -> None:
-    groups = table.groups(table.survey(["smoke"], smoke)[1])
+    groups = table.groups(table.stored_cells(["smoke"], smoke)[1])
     one = groups[1]
     lines = {line.method: line for line in one.lines}
 
@@ -101,8 +101,8 @@ def test_only_methods_with_all_federations_of_a_field_count(smoke: Path) -> None
 
 
 def test_a_picture_for_each_suite_and_budget(smoke: Path) -> None:
-    suites, stands = table.survey(["smoke"], smoke)
-    groups = table.groups(stands)
+    suites, statuses = table.stored_cells(["smoke"], smoke)
+    groups = table.groups(statuses)
     text = page.render(suites, [*groups, *(replace(group, budget="minute") for group in groups)], [], smoke)
     assert text.count('aria-label="When does it pay?"') == 2
     assert "<figcaption>smoke, smoke</figcaption>" in text and "<figcaption>smoke, minute</figcaption>" in text
@@ -119,8 +119,8 @@ def test_a_page_without_cells(tmp_path: Path) -> None:
 
 
 def test_names_are_escaped(smoke: Path) -> None:
-    suites, stands = table.survey(["smoke"], smoke)
-    groups = table.groups(stands)
+    suites, statuses = table.stored_cells(["smoke"], smoke)
+    groups = table.groups(statuses)
     bad = [type(group)(**{**vars(group), "title": "<script>alert(1)</script>"}) for group in groups]
     assert "<script>alert" not in page.render(suites, bad, [], smoke)
 

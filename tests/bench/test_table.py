@@ -20,7 +20,7 @@ from fedbicross.bench.table import Group, Line
 
 @pytest.fixture(scope="module")
 def groups(smoke: Path) -> list[Group]:
-    return table.groups(table.survey(["smoke"], smoke)[1])
+    return table.groups(table.stored_cells(["smoke"], smoke)[1])
 
 
 def stored(smoke: Path, federation: str) -> dict[str, dict[str, Any]]:
@@ -86,13 +86,15 @@ def edit(out: Path, change: Callable[[dict[str, Any]], None], name: str = "*/fed
 
 def test_bold_where_the_gain_is_clear(smoke: Path, tmp_path: Path) -> None:
     shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
-    assert not any(line.bold for group in table.groups(table.survey(["smoke"], tmp_path)[1]) for line in group.lines)
+    assert not any(
+        line.bold for group in table.groups(table.stored_cells(["smoke"], tmp_path)[1]) for line in group.lines
+    )
 
     def perfect(content: dict[str, Any]) -> None:
         content["row"]["accuracy"]["matched"] = 100.0 + content["cell"]["seed"] / 1000
 
     edit(tmp_path, perfect)
-    found = table.groups(table.survey(["smoke"], tmp_path)[1])
+    found = table.groups(table.stored_cells(["smoke"], tmp_path)[1])
     assert [[line.method for line in group.lines if line.bold] for group in found[:2]] == [["fedavg"]] * 2
     assert not any(line.bold for line in found[2].lines), "one seed says nothing"
     assert "| **fedavg** | **" in table.markdown(found, []) and r"\textbf{fedavg}" in table.latex(found, [])
@@ -101,7 +103,7 @@ def test_bold_where_the_gain_is_clear(smoke: Path, tmp_path: Path) -> None:
 def test_stale_cells_say_so(smoke: Path, tmp_path: Path) -> None:
     shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, lambda content: content.update(digest="0"))
-    found = table.groups(table.survey(["smoke"], tmp_path)[1])
+    found = table.groups(table.stored_cells(["smoke"], tmp_path)[1])
     assert {line.method for group in found for line in group.lines if line.stale} == {"fedavg"}
     assert "| fedavg (stale) |" in table.markdown(found, [])
 
@@ -109,16 +111,16 @@ def test_stale_cells_say_so(smoke: Path, tmp_path: Path) -> None:
 def test_cells_on_other_images_are_not_paired(smoke: Path, tmp_path: Path) -> None:
     shutil.copytree(smoke, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, lambda content: content.update(partition_sha256="0"), "cells-iid-n2-resnet8-seed1/fedavg.json")
-    stands = table.survey(["smoke"], tmp_path)[1]
-    assert [(s.cell.method, s.cell.seed, s.reason) for s in stands if s.state == "stale"] == [
+    statuses = table.stored_cells(["smoke"], tmp_path)[1]
+    assert [(s.cell.method, s.cell.seed, s.reason) for s in statuses if s.state == "stale"] == [
         ("fedavg", 1, "made on other images than training alone")
     ]
-    line = line_of(table.groups(stands)[1], "fedavg")
+    line = line_of(table.groups(statuses)[1], "fedavg")
     assert line.stale and {seed for seed, _ in line.client_gains} == {0} and line.gain.sd is None
 
 
 def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     found = table.comparisons(suites, groups)
     assert [(c.skew, c.method, bool(c.ours)) for c in found] == [
         ("iid", "fedavg", True),
@@ -135,7 +137,7 @@ def test_published_numbers(smoke: Path, groups: list[Group]) -> None:
 
 
 def test_only_its_own_suite_reproduces_a_paper(smoke: Path, groups: list[Group]) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     other = [replace(group, suite="ours") for group in groups]
     assert not any(c.ours for c in table.comparisons(suites, other))
     assert table.comparisons(suites, [*other, *groups]) == table.comparisons(suites, groups)
@@ -144,7 +146,7 @@ def test_only_its_own_suite_reproduces_a_paper(smoke: Path, groups: list[Group])
 
 
 def test_headlines_count_a_number_once(smoke: Path, groups: list[Group]) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     found = table.comparisons(suites, groups)
     assert table.headlines(found) == ["budget smoke: 0 of 2 published numbers within 5 points"]
     unknown = [replace(c, protocol=None, budget="paper", within=("global", "matched")) for c in found if c.ours]
@@ -157,7 +159,7 @@ def test_headlines_count_a_number_once(smoke: Path, groups: list[Group]) -> None
 
 
 def test_within_five_points(groups: list[Group], smoke: Path) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     mean = 100 * (line_of(groups[1], "fedavg").accuracy["global"].mean or 0)
 
     def judged(value: float, protocol: str | None = "global", column: str = "cells iid 2") -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def test_within_five_points(groups: list[Group], smoke: Path) -> None:
 
 
 def test_metrics_that_no_cell_holds(smoke: Path, groups: list[Group]) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     old = suites["smoke"].published[0]
     other = suites["smoke"].model_copy(update={"published": [old.model_copy(update={"metric": "psnr"})]})
     assert not any(c.ours for c in table.comparisons({"smoke": other}, groups))
@@ -202,12 +204,12 @@ def test_latex_is_whole(groups: list[Group]) -> None:
 
 
 def test_nothing_stored(tmp_path: Path) -> None:
-    suites, stands = table.survey(["smoke"], tmp_path)
-    assert stands == [] and table.groups(stands) == [] and table.missing_data(suites, []) == []
+    suites, statuses = table.stored_cells(["smoke"], tmp_path)
+    assert statuses == [] and table.groups(statuses) == [] and table.missing_data(suites, []) == []
     assert table.markdown([], []) == "No cells are stored.\n"
 
 
 def test_data_without_cells_are_named(smoke: Path, groups: list[Group]) -> None:
-    suites, _ = table.survey(["smoke"], smoke)
+    suites, _ = table.stored_cells(["smoke"], smoke)
     assert table.missing_data(suites, groups) == ["OCTMNIST"]
     assert "not made yet: OCTMNIST" in table.markdown(groups, [], ["OCTMNIST"])

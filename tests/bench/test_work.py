@@ -41,10 +41,10 @@ def test_cells_are_the_rows_of_an_ordinary_run(plain: tuple[list[Cell], Path]) -
     expected = {row["method"]: row for row in runner.run(config)["rows"]}
     found = rows(out)
     assert len(found) == len(cells) == 5
-    for stand in stored.survey(cells, out):
-        assert stand.state == "done" and stand.stored is not None
-        row = {key: value for key, value in stand.stored["row"].items() if not key.startswith("seconds")}
-        wanted = {key: value for key, value in expected[stand.cell.spec].items() if not key.startswith("seconds")}
+    for status in stored.statuses_of(cells, out):
+        assert status.state == "done" and status.stored is not None
+        row = {key: value for key, value in status.stored["row"].items() if not key.startswith("seconds")}
+        wanted = {key: value for key, value in expected[status.cell.spec].items() if not key.startswith("seconds")}
         diagnosis = row.pop("diagnosis")
         whole = wanted.pop("diagnosis")
         assert row == wanted
@@ -293,23 +293,23 @@ def test_a_changed_default_makes_only_its_cells_stale(
     monkeypatch.setattr(FedISCA.Config.model_fields["temperature"], "default", 7.0)
     FedISCA.Config.model_rebuild(force=True)
     try:
-        stands = stored.survey(cells, tmp_path)
-        assert {s.cell.method: s.state for s in stands if s.state != "done"} == {"fedisca": "stale"}
-        assert stands[-1].reason == "settings changed"
+        statuses = stored.statuses_of(cells, tmp_path)
+        assert {s.cell.method: s.state for s in statuses if s.state != "done"} == {"fedisca": "stale"}
+        assert statuses[-1].reason == "settings changed"
         outcome = work.run(cells, tmp_path)
         assert outcome.made == [cells[-1].key]
         assert json.loads(stored.file_of(tmp_path, cells[-1]).read_text())["row"]["settings"]["temperature"] == 7.0
     finally:
         monkeypatch.undo()
         FedISCA.Config.model_rebuild(force=True)
-    assert stored.stand(cells[-1], tmp_path).state == "stale", "and back again"
+    assert stored.status_of(cells[-1], tmp_path).state == "stale", "and back again"
 
 
 def test_versions_make_stale(plain: tuple[list[Cell], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cells, out = plain
 
     def stale() -> list[str]:
-        return [stand.cell.method for stand in stored.survey(cells, out) if stand.state == "stale"]
+        return [status.cell.method for status in stored.statuses_of(cells, out) if status.state == "stale"]
 
     assert stale() == []
     monkeypatch.setitem(stored.METHOD_VERSIONS, "fedavg", 2)
@@ -319,12 +319,12 @@ def test_versions_make_stale(plain: tuple[list[Cell], Path], monkeypatch: pytest
     monkeypatch.setattr(stored, "METHOD_VERSIONS", {})
     monkeypatch.setattr(stored, "ENGINE_VERSION", 99)
     assert len(stale()) == len(cells)
-    assert stored.stand(cells[0], out).reason == "engine 1, now 99"
+    assert stored.status_of(cells[0], out).reason == "engine 1, now 99"
 
 
 @pytest.mark.parametrize("change", [{"seeds": [1]}, {"clients": [3]}, {"partitions": ["dirichlet:0.4"]}])
 def test_other_federations_are_other_cells(plain: tuple[list[Cell], Path], change: dict[str, Any]) -> None:
-    assert {s.state for s in stored.survey(make({**MORE, **change}), plain[1])} == {"missing"}
+    assert {s.state for s in stored.statuses_of(make({**MORE, **change}), plain[1])} == {"missing"}
 
 
 def test_other_training_or_data_make_stale(plain: tuple[list[Cell], Path]) -> None:
@@ -332,7 +332,7 @@ def test_other_training_or_data_make_stale(plain: tuple[list[Cell], Path]) -> No
         {"training": {"recipe": "modern", "epochs": 2, "batch_size": 16}},
         {"data": {"cells": {"image_size": 8, "train_size": 40, "test_size": 24}}},
     ):
-        assert {s.state for s in stored.survey(make(MORE, **change), plain[1])} == {"stale"}
+        assert {s.state for s in stored.statuses_of(make(MORE, **change), plain[1])} == {"stale"}
 
 
 def test_one_method_that_fails_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +345,10 @@ def test_one_method_that_fails_does_not_cost_the_others(tmp_path: Path, monkeypa
         patch.setattr(FedISCA, "fuse", fuse)
         outcome = work.run(cells, tmp_path)
     assert list(outcome.failed) == [cells[1].key] and len(outcome.made) == 2
-    stand = stored.stand(cells[1], tmp_path)
-    assert stand.state == "failed" and "it cannot" in stand.reason
+    status = stored.status_of(cells[1], tmp_path)
+    assert status.state == "failed" and "it cannot" in status.reason
     assert work.run(cells, tmp_path).made == [cells[1].key], "the next call tries again"
-    assert stored.stand(cells[1], tmp_path).state == "done"
+    assert stored.status_of(cells[1], tmp_path).state == "done"
     assert not stored.error_file_of(tmp_path, cells[1]).exists()
 
 
@@ -368,7 +368,7 @@ def test_data_that_are_not_at_hand(tmp_path: Path) -> None:
     cells = make({"data": ["octmnist", "cells", "my_folder"], "methods": ["fedavg"]}, data=data)
     outcome = work.run(cells, tmp_path / "out", tmp_path)
     assert len(outcome.unavailable) == 4 and len(outcome.made) == 2 and not outcome.failed
-    states = [(s.cell.data, s.state) for s in stored.survey(cells, tmp_path / "out", tmp_path)]
+    states = [(s.cell.data, s.state) for s in stored.statuses_of(cells, tmp_path / "out", tmp_path)]
     away = "not available here"
     assert states == [("octmnist", away)] * 2 + [("cells", "done")] * 2 + [("my_folder", away)] * 2
     (tmp_path / "my_folder").mkdir()
@@ -395,7 +395,7 @@ def test_damaged_cells(tmp_path: Path, content: bytes, code: str) -> None:
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
     with pytest.raises(RunError) as error:
-        stored.stand(cell, tmp_path)
+        stored.status_of(cell, tmp_path)
     assert error.value.code == code
 
 
@@ -420,9 +420,9 @@ def test_ray_gives_the_same_cells(plain: tuple[list[Cell], Path], tmp_path: Path
     cells, out = plain
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        outcome = work.spread(cells, tmp_path)
+        outcome = work.run_on_ray(cells, tmp_path)
         assert sorted(outcome.made) == sorted(cell.key for cell in cells) and not outcome.failed
-        assert work.spread(cells, tmp_path / "later", minutes=0).left == [cell.key for cell in cells]
+        assert work.run_on_ray(cells, tmp_path / "later", minutes=0).left == [cell.key for cell in cells]
     finally:
         ray.shutdown()
     assert rows(tmp_path) == rows(out)

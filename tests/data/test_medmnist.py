@@ -101,7 +101,7 @@ def test_refuses_content(tmp_path, code, change):
 
 def test_label_out_of_range_of_a_known_set(tmp_path):
     write(tmp_path / "breastmnist.npz", **arrays(classes=3))
-    with raises("label_range"):
+    with raises("label_range", "outside 0..1"):
         load_medmnist("breastmnist", tmp_path)
 
 

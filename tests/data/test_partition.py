@@ -319,7 +319,14 @@ def test_refused_text(text):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("train_indices", [[0.5]]), ("train_indices", 3), ("test_owner", "x"), ("test_owner", [[0]]), ("clients", None)],
+    [
+        ("train_indices", [[0.5]]),
+        ("train_indices", [[0], [1], [10**30]]),
+        ("train_indices", 3),
+        ("test_owner", "x"),
+        ("test_owner", [[0]]),
+        ("clients", None),
+    ],
 )
 def test_malformed_fields(field, value):
     data = toy()

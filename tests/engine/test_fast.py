@@ -123,6 +123,13 @@ def test_ahead_hands_out_everything_in_order_with_its_place(fast: bool) -> None:
     assert seen == [(n, n) for n in range(1, 6)]
 
 
+def test_nothing_shares_a_gpu_where_torch_cannot_clear_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "_clear_workspaces", lambda: None)
+    assert fast_path.at_once("cuda") and not fast_path.at_once("cuda", jobs=1) and not fast_path.at_once("cpu")
+    monkeypatch.setattr(fast_path, "_clear_workspaces", None)
+    assert not fast_path.at_once("cuda")
+
+
 def test_jobs_on_streams_keep_their_order() -> None:
     assert run_on_streams([lambda n=n: n * n for n in range(20)], "cpu") == [n * n for n in range(20)]
 

@@ -5,7 +5,6 @@ The quorum and late uploads of a run between sites are tested with the exchange 
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -71,12 +70,6 @@ def test_few_clients(name: str, count: int) -> None:
     answers(create(name, SHORT), [carried(upload) for upload in networks(count)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fedavg", "ensemble"])  # fedbicross: tests/methods/test_every_method.py
-def test_a_hundred_clients(name: str) -> None:
-    answers(create(name, SHORT), networks(100))
-
-
 @pytest.mark.parametrize("clusters", [1, 3, 9])
 def test_as_many_clusters_as_clients_and_more(clusters: int) -> None:
     table = {"fedbicross": {**SHORT["fedbicross"], "clusters": clusters}}
@@ -122,16 +115,6 @@ def test_classes_that_nobody_has_or_only_one(name: str) -> None:
 
 
 # --- 25: order and names ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fedavg", "ensemble", "majority"])
-def test_six_orders_of_the_clients(name: str) -> None:
-    clients, rng, ctx = tiny_clients(4, per_client=12), random.Random(25), tiny_context(epochs=1)
-    first = {n: p.pack() for n, p in simulate(create(name), clients, ctx).items()}
-    for number in range(6):
-        ctx.scope = f"seed-0/{number}"  # trained networks are shared by content, so that only the rest is done anew
-        again = simulate(create(name), rng.sample(clients, len(clients)), ctx)
-        assert {n: p.pack() for n, p in again.items()} == first
 
 
 STRANGE = [

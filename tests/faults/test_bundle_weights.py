@@ -15,11 +15,11 @@ from fedbicross.bundle import sign, validate
 from fedbicross.bundle.format import canonical_json, pack
 from fedbicross.context import Context, Task
 from fedbicross.errors import FedBiCrossError, MethodError, UploadError
-from fedbicross.messages import Client, Upload
-from fedbicross.methods import METHODS, create
+from fedbicross.messages import Upload
+from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
 from fedbicross.transport import files
-from small import TINY_METHODS, packed_unchecked, tiny_clients, tiny_context
+from small import packed_unchecked, tiny_context
 
 RESNET8 = ("resnet8", 3, 3, 12)
 RESNET18 = ("resnet18", 3, 8, 28)
@@ -212,18 +212,6 @@ def test_a_second_tensor_that_a_method_asks_for(case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_accepts_its_own_uploads(name: str) -> None:
-    """A method whose upload is something else than one network must bring its own ``check_upload``."""
-    method, ctx = create(name, TINY_METHODS), tiny_context()
-    if method.pools_data:
-        return
-    client = tiny_clients(1)[0]
-    for count in (24, 2, 1):
-        few = Client(client.name, client.images[:count], client.labels[:count])
-        method.check_upload(Upload.unpack(method.upload(few, ctx).pack()))
-
-
 # --- 19: sites that disagree --------------------------------------------------------------------------------------
 
 
@@ -292,14 +280,6 @@ def test_flags(changes: dict[str, Any], words: str) -> None:
     flags = validate.flag_suspicious(uploads, trained_like("resnet8"))
     assert any(flag.startswith(words) for flag in flags), flags
     assert not any(flag.startswith(("'north'", "'west'")) for flag in flags)
-
-
-def test_a_second_upload_of_one_client() -> None:
-    first, other = (sign(network(num_samples=n, class_counts=None).pack(), key("north")) for n in (9, 10))
-    assert list(files.receive(FEDERATION, {"a": first, "copy of a": first}).uploads) == ["north"]
-    received = files.receive(FEDERATION, {"a": first, "b": other})
-    assert not received.uploads and "north" in received.missing
-    assert [entry.error.code for entry in received.refused.values()] == ["two_uploads", "two_uploads"]
 
 
 # --- 21: counts ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ import fedbicross
 from cli.console import CONFIG, ENTRY, artefacts, call, config_file, environment, results, timeless
 from faults.forge import Forge, leftovers
 from fedbicross.bundle.format import canonical_json
-from fedbicross.context import Context, MemoryStore, Task
+from fedbicross.context import Context, MemoryStore
 from fedbicross.data import Partition, load_dataset
-from fedbicross.engine.recipe import Training
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client, Predictor
 from fedbicross.methods import METHODS, create
 from fedbicross.methods.base import Method
-from small import TINY_METHODS
+from small import TINY_METHODS, tiny_clients, tiny_context
 
 SMALL = {  # whatever of these a method has: seconds instead of hours
     "rounds": 2,
@@ -56,22 +55,9 @@ SMALL = {  # whatever of these a method has: seconds instead of hours
 }
 
 
-def small_clients(count: int) -> list[Client]:
-    """Clients of 12 images whose three classes differ in brightness."""
-    rng = np.random.default_rng(0)
-    clients = []
-    for index in range(count):
-        labels = rng.integers(0, 3, 12)
-        images = rng.normal(60 + 60 * labels[:, None, None, None], 25, (12, 12, 12, 3)).clip(0, 255)
-        clients.append(Client(f"client-{index}", images.astype(np.uint8), labels.astype(np.int64)))
-    return clients
-
-
 def small_context(store: MemoryStore | None = None) -> Context:
     """One epoch of training, and a checkpoint at every step of a method."""
-    task = Task(("dark", "grey", "bright"), 12, 3, "resnet8")
-    training = Training(recipe="modern", epochs=1, batch_size=8)
-    return Context(task, training, store=store or MemoryStore(), seconds_between_stages=0.0)
+    return replace(tiny_context(epochs=1), store=store or MemoryStore(), seconds_between_stages=0.0)
 
 
 def small_settings(name: str) -> dict[str, Any]:
@@ -161,14 +147,14 @@ class CutStore(MemoryStore):
 def undisturbed(name: str) -> tuple[dict[str, bytes], str, list[str]]:
     """What a method makes of three clients, what is recorded, and the names of what was saved on the way."""
     store = CutStore()
-    predictors, kept = run_small(name, small_clients(3), small_context(store))
+    predictors, kept = run_small(name, tiny_clients(3, per_client=12), small_context(store))
     return packed(predictors), canonical_json(kept), store.saved
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_order_of_clients_changes_nothing(name: str) -> None:
-    clients = small_clients(3)
+    clients = tiny_clients(3, per_client=12)
     found, kept = run_small(name, [clients[index] for index in (2, 0, 1)], small_context())
     assert (packed(found), canonical_json(kept)) == undisturbed(name)[:2]
 
@@ -185,8 +171,8 @@ def test_cut_at_any_save_and_continued(name: str) -> None:
     for left in range(len(store.cuts), 0, -1):
         assert len(store.cuts) == left
         with pytest.raises(InterruptedError):
-            run_small(name, small_clients(3), small_context(store))
-    found, found_kept = run_small(name, small_clients(3), small_context(store))
+            run_small(name, tiny_clients(3, per_client=12), small_context(store))
+    found, found_kept = run_small(name, tiny_clients(3, per_client=12), small_context(store))
     assert packed(found) == expected, f"saves {moments} of {len(saved)}"
     assert canonical_json(found_kept) == kept, f"saves {moments} of {len(saved)}"
 

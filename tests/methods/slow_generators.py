@@ -5,7 +5,7 @@ Only the random draws and the generator's layers are the product's own (tests/st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import slow
@@ -101,3 +101,35 @@ def divergences(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     """KL of each image."""
     p, q = F.softmax(teacher / temperature, 1), F.softmax(student / temperature, 1)
     return (p * (p.log() - q.log())).sum(1)
+
+
+def replay(
+    config: Any,
+    ctx: Context,
+    pupil: slow.Pupil,
+    loss_of: Callable[[Tensor], Tensor],
+    lesson: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]],
+    stored: Callable[[list[Tensor], int], None] = lambda pool, epoch: None,
+) -> dict[str, Tensor]:
+    """DENSE and Co-Boosting with loops. ``lesson``: what the student sees of a batch, and the teacher's logits."""
+    pool, maker = list[Tensor](), None
+    for epoch in range(config.epochs):
+        z = torch.randn((config.batch, config.latent), generator=ctx.torch_rng("latent", f"epoch-{epoch}"))
+        z.requires_grad_(config.learn_latent)
+        if maker is None or config.reset:
+            maker = Maker(config, ctx, ("generator", f"epoch-{epoch}"), [z] if config.learn_latent else [])
+        best, kept = float("inf"), None
+        for s in range(config.steps):
+            x = maker.network(z)
+            loss = loss_of(flipped(x, ctx, config, "synthesis", epoch, config.steps, s))
+            if loss.item() < best:
+                best, kept = loss.item(), x.detach().clone()
+            maker.step(loss)
+        pool.append(kept if config.keep == "best" else maker.network(z).detach())
+        pool = pool[-config.pool :]
+        stored(pool, epoch)
+        everything, count = torch.cat(pool), config.steps_distil or len(pool)
+        for number, chosen in enumerate(rows(ctx, config, epoch, len(everything), count)):
+            x = flipped(everything[chosen], ctx, config, "distillation", epoch, count, number)
+            teach(pupil, config, *lesson(x, chosen, epoch, number), rate(config, epoch, number, count))
+    return pupil.network.state_dict()

@@ -239,12 +239,6 @@ def test_the_recipe_of_the_run_does_not_change_the_loss() -> None:
     assert first.pack() == second.pack()
 
 
-def test_jitter_by_image_size_and_never_beyond_the_image() -> None:
-    for size, given, expected in ((12, None, 2), (2, None, 1), (224, None, 30), (28, 5, 5), (28, 0, 0)):
-        ctx = tiny_context(size=size)
-        assert tiny(jitter=given)._inversion(ctx).jitter == expected
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [

@@ -172,17 +172,6 @@ def test_refusals(name: str) -> None:
         shots(name, 2, epochs_shot=0)
 
 
-@each
-def test_clients_of_another_architecture_are_refused_before_any_work(name: str) -> None:
-    ctx, trained = tiny_context(), []
-    ctx.event = lambda **fields: trained.append(fields)
-    ctx.client_models = {"client-1": "vgg8"}
-    with pytest.raises(MethodError, match="next training starts") as caught:
-        simulate(shots(name), tiny_clients(2), ctx)
-    assert caught.value.code == "mixed_models"
-    assert trained == []
-
-
 def test_class_counts_are_sent_with_every_shot_where_they_are_needed() -> None:
     method = create("fedisca:class_weighted", {"fedisca": {**TINY_METHODS["fedisca"], "shots": 2}})
     ctx, client = tiny_context(epochs=1), tiny_clients(1)[0]

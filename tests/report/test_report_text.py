@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedbicross.report import text
-from fedbicross.report.svg import spread, ticks
+from fedbicross.report.svg import spaced, ticks
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), True, "3", [], 10**400, 1e101])
@@ -52,5 +52,5 @@ def test_names():
 def test_ticks_and_labels():
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert ticks(3, 3) == [3]
-    placed = spread([10, 10, 11], 14, 0, 100)
+    placed = spaced([10, 10, 11], 14, 0, 100)
     assert sorted(placed) == placed and placed[1] - placed[0] >= 14

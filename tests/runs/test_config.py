@@ -28,25 +28,11 @@ def test_resolved_toml_reads_back_the_same() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
-        ({"methods": ["ensemble:nope"]}, "no variant 'nope'"),
-        ({"clinets": 3}, "did you mean 'clients'"),
-        ({"training": {"epoch": 3}}, "did you mean 'epochs'"),
-        ({"training": {"epochs": 0}}, "training.epochs"),
         ({"training": {"epochs": 10**9}}, "training.epochs"),
         ({"training": {"lr": float("nan")}}, "training.lr"),
         ({"training": {"lr": -0.1}}, "training.lr"),
-        ({"clients": 0}, "at least 1"),
-        ({"clients": "five"}, "clients"),
-        ({"partition": {"alpha": 0.0}}, "greater than 0"),
-        ({"partition": {"alpha": -1.0}}, "greater than 0"),
-        ({"partition": {"kind": "dirichle"}}, "did you mean 'dirichlet'"),
-        ({"model": "resnet19"}, "did you mean 'resnet18'"),
-        ({"client_models": ["resnet8", "vgg17"]}, "did you mean 'vgg1"),
         ({"client_models": ["resnet8", "transformer"]}, "unknown model 'transformer'; known: cnn"),
-        ({"client_models": ["resnet8", "vgg8", "vgg11"], "clients": 2}, "3 architectures for 2 clients"),
         ({"client_models": "vgg8"}, "client_models"),
-        ({"client_models": ["vgg8"], "methods": ["fedavg"]}, "fedavg cannot work with clients of another architecture"),
         ({"client_models": ["vgg8"], "methods": ["fedisca:two_shots"]}, "next training starts"),
         (
             {
@@ -57,12 +43,8 @@ def test_resolved_toml_reads_back_the_same() -> None:
             "clustering=parameters compares weights",
         ),
         ({"client_models": ["resnet8", "cnn"], "methods": ["fedisca"]}, "which 'cnn' does not have"),
-        ({"method": {"fedisca": {"shots": 0}}, "methods": ["fedisca"]}, "method.fedisca.shots"),
         ({"method": {"e_fedisca": {"shots": -1}}, "methods": ["e_fedisca"]}, "method.e_fedisca.shots"),
         ({"method": {"fedisca": {"teachers_at_once": 0}}, "methods": ["fedisca"]}, "teachers_at_once"),
-        ({"data": {"name": "bloodmnits"}}, "did you mean 'bloodmnist'"),
-        ({"device": "gpu"}, "device"),
-        ({"seeds": [1, 1]}, "each seed once"),
         ({"seeds": []}, "seeds"),
         ({"methods": [], "baselines": []}, "at least one"),
         ({"method": {"fedavg": {"rounds": 0}}, "methods": ["fedavg"]}, "method.fedavg.rounds"),
@@ -70,6 +52,7 @@ def test_resolved_toml_reads_back_the_same() -> None:
     ],
 )
 def test_mistakes_are_one_line(flags: dict[str, Any], words: str) -> None:
+    """Others, typed on the command line: tests/faults/test_bad_input.py."""
     with pytest.raises(ConfigError) as caught:
         load_config(flags=flags)
     assert words in str(caught.value)

@@ -86,12 +86,12 @@ def test_labels_are_balanced_and_cyclic():
 def test_adam_equals_torch(dtype):
     x = noise(3, 4).to(dtype)
     reference = nn.Parameter(x.clone())
-    optimizer = torch.optim.Adam([reference], lr=5e-2)
+    optimiser = torch.optim.Adam([reference], lr=5e-2)
     first, second = torch.zeros_like(x), torch.zeros_like(x)
     for t in range(1, 30):
         gradient = noise(3, 4, seed=t).to(dtype)
         reference.grad = gradient.clone()
-        optimizer.step()
+        optimiser.step()
         x, first, second = inversion.adam_step(x, gradient, first, second, torch.tensor(t), 5e-2)
         assert x.dtype == dtype
         # Thirty roundings of numbers below 4: each half of 2e-7 in float32, of 4e-16 in float64.
@@ -109,13 +109,13 @@ def test_steps_equal_a_plain_loop_with_torch_adam_and_roll():
     run = start(ensemble=ensemble)
     state = run.tensors()
     x = nn.Parameter(state["images"].clone())
-    optimizer = torch.optim.Adam([x], lr=SMALL.lr)
+    optimiser = torch.optim.Adam([x], lr=SMALL.lr)
     for t in range(SMALL.steps):
         dy, dx = state["offsets"][t].tolist()
         loss = inversion.inversion_loss(ensemble, torch.roll(x, (dy, dx), (2, 3)), state["labels"], SMALL)
-        optimizer.zero_grad()
+        optimiser.zero_grad()
         loss.total.backward()
-        optimizer.step()
+        optimiser.step()
         terms = run.step()
         torch.testing.assert_close(terms.total, loss.total.detach())
         assert not terms.total.requires_grad

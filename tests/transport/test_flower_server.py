@@ -181,9 +181,9 @@ def play(
         return {name: f"reply to {name}".encode() for name in paths}
 
     waiting = Waiting(**{"deadline_seconds": 1000.0, "grace_seconds": 100.0, **limits})
-    strategy = OneShot(federation, folder, fuse or joined, waiting, said.append, clock, clock.sleep)
+    shot = OneShot(federation, folder, fuse or joined, waiting, said.append, clock, clock.sleep)
     try:
-        strategy.start(grid)
+        shot.run(grid)
     finally:
         summary = json.loads((folder / "flower.json").read_text()) if (folder / "flower.json").exists() else {}
         outcome = Played(summary, said, fused, grid, clock)
@@ -389,12 +389,6 @@ def test_a_server_that_is_just_leaving_is_waited_for(federation, uploads, tmp_pa
     done = play(federation, tmp_path, *all_well(uploads), fuse=fuse)
     assert done.summary["complete"] is True
     assert len(tries) == 3
-
-
-def test_one_round_only(federation, tmp_path) -> None:
-    strategy = OneShot(federation, tmp_path, lambda paths: {}, Waiting(), print)
-    with pytest.raises(MethodError, match="2 rounds"):
-        strategy.start(PlayedGrid({}, Clock()), num_rounds=2)
 
 
 def test_bytes_travel_unchanged() -> None:

@@ -145,8 +145,8 @@ def place(cell: Cell, data_dir: Path | None) -> tuple[str, str | None] | None:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """How a cell stands: its state, what is stored of it, and why it failed, if it did."""
+class CellStatus:
+    """The state of a cell, what is stored of it, and why it failed, if it did."""
 
     cell: Cell
     state: State
@@ -155,21 +155,21 @@ class Stand:
     other_images: bool = False  # than training alone of the same seed: the two cannot be paired
 
 
-def stand(cell: Cell, out: Path, available: bool = True) -> Stand:
+def status_of(cell: Cell, out: Path, available: bool = True) -> CellStatus:
     """Look at one cell. What is stored counts, wherever it was made; data are only missed for what is not."""
     stored = load(file_of(out, cell))
     if stored is not None:
         if _other_images(cell, stored, out):
-            return Stand(cell, "stale", stored, "made on other images than training alone", other_images=True)
+            return CellStatus(cell, "stale", stored, "made on other images than training alone", other_images=True)
         if stored.get("digest") == digest(cell):
-            return Stand(cell, "done", stored)
+            return CellStatus(cell, "done", stored)
         engine = stored.get("engine_version")
         reason = "settings changed" if engine == ENGINE_VERSION else f"engine {engine}, now {ENGINE_VERSION}"
-        return Stand(cell, "stale", stored, reason)
+        return CellStatus(cell, "stale", stored, reason)
     failed = load(error_file_of(out, cell))
     if failed is not None and failed.get("digest") == digest(cell):
-        return Stand(cell, "failed", None, str(failed.get("error")))
-    return Stand(cell, "missing" if available else "not available here")
+        return CellStatus(cell, "failed", None, str(failed.get("error")))
+    return CellStatus(cell, "missing" if available else "not available here")
 
 
 def _other_images(cell: Cell, stored: Mapping[str, Any], out: Path) -> bool:
@@ -181,6 +181,6 @@ def _other_images(cell: Cell, stored: Mapping[str, Any], out: Path) -> bool:
     return alone is not None and alone.get("partition_sha256") != stored.get("partition_sha256")
 
 
-def survey(cells: Iterable[Cell], out: Path, data_dir: Path | None = None) -> list[Stand]:
-    """How every cell stands."""
-    return [stand(cell, out, place(cell, data_dir) is not None) for cell in cells]
+def statuses_of(cells: Iterable[Cell], out: Path, data_dir: Path | None = None) -> list[CellStatus]:
+    """The status of every cell."""
+    return [status_of(cell, out, place(cell, data_dir) is not None) for cell in cells]

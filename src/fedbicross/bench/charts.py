@@ -8,7 +8,7 @@ from statistics import fmean
 
 from fedbicross.bench.table import Group, Line
 from fedbicross.report.figures import gain_strips
-from fedbicross.report.svg import SERIES, coordinate, line, rect, spread, svg, tag, text, tick_text, ticks, triangle
+from fedbicross.report.svg import SERIES, coordinate, line, rect, spaced, svg, tag, text, tick_text, ticks, triangle
 from fedbicross.report.text import duration, points, short, size
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 470.0, 40.0, 150.0, 26.0, 236.0
@@ -74,7 +74,7 @@ def gain_lines(paths: Paths, places: Places, xlabel: str, label: str, colour: Ma
             body.append(triangle(x, y, 4, False, shape, tip) if lost else _dot(x, y, 3.4, shape, tip))
         if method in colour:
             ends.append((method, spots[-1][1]))
-    heights = spread([y for _, y in ends], 14.0, TOP + 4, TOP + HEIGHT)
+    heights = spaced([y for _, y in ends], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(ends, heights, strict=True):
         body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=f"name s{colour[method]}"))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
@@ -175,7 +175,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
             body.append(_dot(x, y, 4.5, f"dot {'upper_bound' if role == 'upper_bound' else 'level'}", tip))
         if method in colour or method in named:
             names.append((method, y))
-    heights = spread([y for _, y in names], 14.0, TOP + 4, TOP + HEIGHT)
+    heights = spaced([y for _, y in names], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(names, heights, strict=True):
         kind = f"name s{colour[method]}" if method in colour else "label"
         body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=kind))

@@ -87,8 +87,8 @@ def _context(
 
 
 def _facts(groups: Sequence[Group], lines: Sequence[Line], methods: Sequence[Line]) -> list[tuple[str, str]]:
-    cells = sum(len(line.stands) for line in lines)
-    stale = sum(stand.state == "stale" for line in lines for stand in line.stands)
+    cells = sum(len(line.statuses) for line in lines)
+    stale = sum(status.state == "stale" for line in lines for status in line.statuses)
     wins = sum((line.gain.mean or 0) > 0 for line in methods)
     beyond = sum(line.p is not None and line.p < SIGNIFICANT and (line.gain.mean or 0) > 0 for line in methods)
     devices = dict.fromkeys(device for line in lines for device in line.devices)
@@ -190,8 +190,8 @@ def _row(group: Group, line: Line, published: Sequence[Comparison], out: Path, s
         "budget": line.budget,
         "published": published_text(known),
         "raw": [
-            (f"seed {stand.cell.seed}", Path(os.path.relpath(file_of(out, stand.cell), start)).as_posix())
-            for stand in line.stands
+            (f"seed {status.cell.seed}", Path(os.path.relpath(file_of(out, status.cell), start)).as_posix())
+            for status in line.statuses
         ],
         "command": line.command,
     }

@@ -29,8 +29,8 @@ def reasons() -> list[dict[str, Any]]:
 
 def render(names: Sequence[str | Path], form: str, out: Path, to: Path | None = None) -> str:
     """The table of these suites; ``to`` is the page that it will stand in, from which links start."""
-    suites, stands = table.survey(names, out)
-    found = table.groups(stands)
+    suites, statuses = table.stored_cells(names, out)
+    found = table.groups(statuses)
     published = table.comparisons(suites, found, reasons())
     if form == "html":
         return page.render(suites, found, published, out, to)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbicross.bench import cells, statistics
-from fedbicross.bench.cells import Stand
+from fedbicross.bench.cells import CellStatus
 from fedbicross.bench.suite import Suite, expand, load
 from fedbicross.evaluate.summary import is_alone
 from fedbicross.report.tables import LATEX_ESCAPES, MARKDOWN_ESCAPES, csv_number, csv_text
@@ -45,12 +45,12 @@ class Line:
     stale: bool
     devices: tuple[str, ...]
     client_gains: Mapping[tuple[int, str], float]
-    stands: tuple[Stand, ...]
+    statuses: tuple[CellStatus, ...]
 
     @property
     def command(self) -> str:
         """What makes it."""
-        cell = self.stands[0].cell
+        cell = self.statuses[0].cell
         rules = [f"data={cell.data}", f"partition={cell.partition}"]
         rules += [] if cell.alpha is None else [f"alpha={cell.alpha:g}"]
         rules += [f"clients={cell.clients}", f"method={cell.method}"]
@@ -92,27 +92,27 @@ class Group:
         return f"{self.title}, {self.skew}, {self.clients} hospitals{mixed}"
 
 
-def survey(names: Iterable[str | Path], out: Path) -> tuple[dict[str, Suite], list[Stand]]:
+def stored_cells(names: Iterable[str | Path], out: Path) -> tuple[dict[str, Suite], list[CellStatus]]:
     """The suites, and every cell of theirs that is stored, under whatever budget."""
     suites: dict[str, Suite] = {}
-    found: list[Stand] = []
+    found: list[CellStatus] = []
     for given in names:
         name, suite = load(given)
         suites[name] = suite
         folder = out / "cells" / name
         for budget in sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
-            stands = (cells.stand(cell, out) for cell in expand(name, suite, budget))
-            found += [stand for stand in stands if stand.stored is not None]
+            statuses = (cells.status_of(cell, out) for cell in expand(name, suite, budget))
+            found += [status for status in statuses if status.stored is not None]
     return suites, found
 
 
-def groups(stands: Sequence[Stand]) -> list[Group]:
+def groups(statuses: Sequence[CellStatus]) -> list[Group]:
     """What may be compared with what: in the order of the suites and their data, then by hospitals and skew."""
-    found: dict[tuple[Any, ...], list[Stand]] = {}
-    for stand in stands:
-        c = stand.cell
+    found: dict[tuple[Any, ...], list[CellStatus]] = {}
+    for status in statuses:
+        c = status.cell
         key = (c.suite, c.budget, c.data, c.partition, c.alpha, c.clients, c.models)
-        found.setdefault(key, []).append(stand)
+        found.setdefault(key, []).append(status)
     names = list(dict.fromkeys((suite, budget, data) for suite, budget, data, *_ in found))
 
     def place(group: Group) -> tuple[int, int, str, float]:
@@ -122,20 +122,20 @@ def groups(stands: Sequence[Stand]) -> list[Group]:
     return sorted((_group(members) for members in found.values()), key=place)
 
 
-def _row(stand: Stand) -> Mapping[str, Any]:
-    assert stand.stored is not None
-    row: Mapping[str, Any] = stand.stored["row"]
+def _row(status: CellStatus) -> Mapping[str, Any]:
+    assert status.stored is not None
+    row: Mapping[str, Any] = status.stored["row"]
     return row
 
 
-def _group(stands: Sequence[Stand]) -> Group:
-    cell = stands[0].cell
-    pairable = [stand for stand in stands if not stand.other_images]
+def _group(statuses: Sequence[CellStatus]) -> Group:
+    cell = statuses[0].cell
+    pairable = [status for status in statuses if not status.other_images]
     bars = _bars(pairable)
-    by_method: dict[str, list[Stand]] = {}
-    for stand in stands:
-        by_method.setdefault(stand.cell.method, []).append(stand)
-    same = {method: [stand for stand in pairable if stand.cell.method == method] for method in by_method}
+    by_method: dict[str, list[CellStatus]] = {}
+    for status in statuses:
+        by_method.setdefault(status.cell.method, []).append(status)
+    same = {method: [status for status in pairable if status.cell.method == method] for method in by_method}
     gains = {method: _gains(members, bars) for method, members in same.items()}
     clients = {method: _client_values(members, bars) for method, members in same.items()}
     judged = {method: p for method in by_method if (p := _p_alone(by_method[method], clients[method])) is not None}
@@ -143,7 +143,7 @@ def _group(stands: Sequence[Stand]) -> Group:
     ranked = {m: list(g.values()) for m, g in gains.items() if _role(by_method[m][0]) != "upper_bound" and g}
     best = statistics.clearly_best(ranked)
     compared = {m: _accuracies(same[m]) for m, members in by_method.items() if _role(members[0]) != "upper_bound"}
-    images = stat(entry["num_samples"] for stand in stands for entry in (stand.stored or {})["clients"])
+    images = stat(entry["num_samples"] for status in statuses for entry in (status.stored or {})["clients"])
     return Group(
         cell.suite,
         cell.data,
@@ -162,40 +162,42 @@ def _group(stands: Sequence[Stand]) -> Group:
     )
 
 
-def _bars(stands: Sequence[Stand]) -> dict[int, Mapping[str, Any]]:
+def _bars(statuses: Sequence[CellStatus]) -> dict[int, Mapping[str, Any]]:
     """The best way of training alone of each seed: its row. Chosen by the test images, which makes the bar higher."""
     bars: dict[int, Mapping[str, Any]] = {}
-    for stand in stands:
-        row = _row(stand)
+    for status in statuses:
+        row = _row(status)
         value = row["accuracy"]["matched"]
-        if is_alone(stand.cell.spec) and value is not None:
-            before = bars.get(stand.cell.seed)
+        if is_alone(status.cell.spec) and value is not None:
+            before = bars.get(status.cell.seed)
             if before is None or value > before["accuracy"]["matched"]:
-                bars[stand.cell.seed] = row
+                bars[status.cell.seed] = row
     return bars
 
 
-def _gains(stands: Sequence[Stand], bars: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+def _gains(statuses: Sequence[CellStatus], bars: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     """By seed, of the mean over clients."""
     found = {}
-    for stand in stands:
-        value, bar = _row(stand)["accuracy"]["matched"], bars.get(stand.cell.seed)
+    for status in statuses:
+        value, bar = _row(status)["accuracy"]["matched"], bars.get(status.cell.seed)
         if value is not None and bar is not None:
-            found[stand.cell.seed] = value - bar["accuracy"]["matched"]
+            found[status.cell.seed] = value - bar["accuracy"]["matched"]
     return found
 
 
-def _accuracies(stands: Sequence[Stand]) -> dict[tuple[int, str], float]:
+def _accuracies(statuses: Sequence[CellStatus]) -> dict[tuple[int, str], float]:
     """By seed and client."""
     return {
-        (stand.cell.seed, client["client"]): client["accuracy"]["matched"]
-        for stand in stands
-        for client in _row(stand)["clients"]
+        (status.cell.seed, client["client"]): client["accuracy"]["matched"]
+        for status in statuses
+        for client in _row(status)["clients"]
         if client["accuracy"]["matched"] is not None
     }
 
 
-def _client_values(stands: Sequence[Stand], bars: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], float]:
+def _client_values(
+    statuses: Sequence[CellStatus], bars: Mapping[int, Mapping[str, Any]]
+) -> dict[tuple[int, str], float]:
     """Gains by seed and client."""
     own = {
         (seed, client["client"]): client["accuracy"]["matched"]
@@ -203,34 +205,34 @@ def _client_values(stands: Sequence[Stand], bars: Mapping[int, Mapping[str, Any]
         for client in bar["clients"]
         if client["accuracy"]["matched"] is not None
     }
-    return {key: value - own[key] for key, value in _accuracies(stands).items() if key in own}
+    return {key: value - own[key] for key, value in _accuracies(statuses).items() if key in own}
 
 
-def _p_alone(stands: Sequence[Stand], values: Mapping[tuple[int, str], float]) -> float | None:
-    return None if _role(stands[0]) in ("alone", "upper_bound") else statistics.wilcoxon(list(values.values()))
+def _p_alone(statuses: Sequence[CellStatus], values: Mapping[tuple[int, str], float]) -> float | None:
+    return None if _role(statuses[0]) in ("alone", "upper_bound") else statistics.wilcoxon(list(values.values()))
 
 
-def _role(stand: Stand) -> str:
-    return "alone" if is_alone(stand.cell.spec) else str(_row(stand)["role"])
+def _role(status: CellStatus) -> str:
+    return "alone" if is_alone(status.cell.spec) else str(_row(status)["role"])
 
 
 def _line(
-    stands: Sequence[Stand],
+    statuses: Sequence[CellStatus],
     gains: Mapping[int, float],
     clients: Mapping[tuple[int, str], float],
     p: float | None,
     bold: bool,
 ) -> Line:
-    rows = [_row(stand) for stand in stands]
+    rows = [_row(status) for status in statuses]
     everyone = [client for row in rows for client in row["clients"]]
     judged = [client for client in everyone if client.get("clearly_harmed") is not None]
-    role = _role(stands[0])
+    role = _role(statuses[0])
     measured = bool(judged) and role != "alone"
     return Line(
-        stands[0].cell.method,
-        stands[0].cell.spec,
+        statuses[0].cell.method,
+        statuses[0].cell.spec,
         role,
-        tuple(stand.cell.seed for stand in stands),
+        tuple(status.cell.seed for status in statuses),
         stat(gains.values()),
         {protocol: stat(row["accuracy"][protocol] for row in rows) for protocol in PROTOCOLS},
         {protocol: stat(row["balanced_accuracy"][protocol] for row in rows) for protocol in PROTOCOLS},
@@ -244,11 +246,11 @@ def _line(
         stat(row["seconds_by_stage"].get("fuse") for row in rows),
         stat(row["upload_bytes"] / row["num_clients"] for row in rows),
         stat(row["reply_bytes"] / row["num_clients"] for row in rows),
-        stands[0].cell.budget,
-        any(stand.state == "stale" for stand in stands),
-        tuple(dict.fromkeys(str((stand.stored or {}).get("device")) for stand in stands)),
+        statuses[0].cell.budget,
+        any(status.state == "stale" for status in statuses),
+        tuple(dict.fromkeys(str((status.stored or {}).get("device")) for status in statuses)),
         clients,
-        tuple(stands),
+        tuple(statuses),
     )
 
 

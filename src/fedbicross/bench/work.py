@@ -239,7 +239,7 @@ def _ended(job: Job, outcome: Outcome) -> str:
 
 
 def _current(cell: Cell, out: Path) -> bool:
-    return stored.stand(cell, out).state == "done"
+    return stored.status_of(cell, out).state == "done"
 
 
 def _take(
@@ -399,7 +399,7 @@ def _busy(base: Path) -> bool:
     return any(RunFolder(path).held() for path in base.iterdir() if path.is_dir() and path.name != "alone")
 
 
-def spread(
+def run_on_ray(
     cells: Sequence[Cell],
     out: Path,
     data_dir: Path | None = None,

@@ -79,7 +79,7 @@ def run(
     name, content = bench.suite.load(suite)
     everything = bench.suite.expand(name, content, budget)
     wanted = bench.suite.choose(everything, cells)
-    make = bench.work.spread if engine is Engine.ray else bench.work.run
+    make = bench.work.run_on_ray if engine is Engine.ray else bench.work.run
     with progress() as shown:
         done = make(
             wanted, out, data_dir, suite=everything, progress=shown, minutes=budget_minutes, keep_work=keep_work
@@ -105,29 +105,29 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="every cell, for programs")] = False,
 ) -> None:
     """Say which cells are done, stale, missing, failed or not available here."""
-    stands = []
+    statuses = []
     for given in suites or list(bench.suite.builtin()):
         name, content = bench.suite.load(given)
         chosen = bench.suite.choose(bench.suite.expand(name, content, budget), cells)
-        stands += bench.cells.survey(chosen, out, data_dir)
+        statuses += bench.cells.statuses_of(chosen, out, data_dir)
     if json:
-        print_json([{**stand.cell.identity(), "state": stand.state, "reason": stand.reason} for stand in stands])
+        print_json([{**status.cell.identity(), "state": status.state, "reason": status.reason} for status in statuses])
         return
     table = Table(box=None, pad_edge=False)
     for title in ("suite", "budget", "federation", *STATES):
         table.add_column(title, justify="left" if title in ("suite", "budget", "federation") else "right")
     rows: dict[tuple[str, str, str], Counter[str]] = {}
-    for stand in stands:
-        cell = stand.cell
-        rows.setdefault((cell.suite, cell.budget, cell.federation), Counter())[stand.state] += 1
+    for status in statuses:
+        cell = status.cell
+        rows.setdefault((cell.suite, cell.budget, cell.federation), Counter())[status.state] += 1
     for key, counts in rows.items():
         table.add_row(*key, *(str(counts[name]) if counts[name] else "" for name in STATES))
     total = sum(rows.values(), Counter[str]())
     Console(width=160).print(table, markup=False)
     print(", ".join(f"{total[name]} {name}" for name in STATES))
-    for stand in stands:
-        if stand.state in ("stale", "failed"):
-            print(f"{stand.state}: {stand.cell.key}: {stand.reason}")
+    for status in statuses:
+        if status.state in ("stale", "failed"):
+            print(f"{status.state}: {status.cell.key}: {status.reason}")
 
 
 @app.command("table")

@@ -1,4 +1,4 @@
-"""The data doctor: what would make a result meaningless is refused, what may mislead is said.
+"""Checks of a data set before training: what would make a result meaningless is refused, what may mislead is said.
 
 ``judge`` looks at facts only (labels, sets, pixels as digests, patients), so that `fedbicross check`, `fedbicross run`
 and a site apply the same rules, whatever the images lay in. Thresholds stand here, with their reasons in docs/data.md.

@@ -29,6 +29,8 @@ STREAMS = 8  # beyond so many, kernels wait for each other anyway
 
 _streams: dict[int, list[torch.cuda.Stream]] = {}
 _at_once = True  # changed by `one_at_a_time` only
+# torch has no public name for it; where a version lacks it, nothing shares a GPU (`at_once`, `_own_workspaces`).
+_clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def one_at_a_time() -> Iterator[None]:
 
 def at_once(device: str, jobs: int = 2) -> bool:
     """Whether so many jobs share this device rather than wait for one another."""
-    return _at_once and device == "cuda" and jobs > 1
+    return _at_once and device == "cuda" and jobs > 1 and _clear_workspaces is not None
 
 
 def worth_compiling(passes: Mapping[str, int]) -> frozenset[str]:
@@ -116,11 +118,12 @@ def _own_workspaces() -> Iterator[None]:
     Cleared before, the workspaces are allocated anew from the recording's own memory pool; cleared after, nobody else
     is given them. torch does the same for its CUDA graph trees.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    clear = _clear_workspaces or (lambda: None)
+    clear()
     try:
         yield
     finally:
-        torch._C._cuda_clearCublasWorkspaces()
+        clear()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How a run is judged: protocols, metrics, summaries and costs. Submodules load on first use (numpy costs time)."""
+"""How a run is judged: protocols, metrics and summaries. Submodules load on first use (numpy costs time)."""
 
 import lazy_loader as lazy
 

@@ -1,4 +1,3 @@
-from . import costs as costs
 from . import metrics as metrics
 from . import mmd as mmd
 from . import protocols as protocols

@@ -11,13 +11,13 @@ from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload
+from fedbicross.models import encoders
+from fedbicross.parts.settings import EncoderConfig
 from fedbicross.settings import MethodConfig as MethodConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
-
-    from fedbicross.models.encoders import EncoderSpec
 
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
@@ -62,7 +62,7 @@ class Method(ABC, Generic[ConfigT]):
         return None
 
     @property
-    def ways_alone(self) -> tuple[str, ...]:
+    def local_baselines(self) -> tuple[str, ...]:
         """Local baselines, beside the run's recipe, that this method has to beat because its clients train that way."""
         return ("local_only:balanced",) if self.loss == "balanced" else ()
 
@@ -93,7 +93,8 @@ class Method(ABC, Generic[ConfigT]):
 
     def check_machine(self) -> None:
         """Refuse, before any work, settings for which something is missing here: an encoder, or its packages."""
-        return
+        if isinstance(self.config, EncoderConfig):
+            encoders.check(self.config.encoder)
 
     @property
     @abstractmethod
@@ -144,7 +145,7 @@ class SyntheticFeatures(ABC):
     pools_tokens: ClassVar[bool] = False  # it models one feature per image, the mean of its tokens, not the sequence
 
     @abstractmethod
-    def views(self, image_size: int) -> EncoderSpec:
+    def views(self, image_size: int) -> encoders.EncoderSpec:
         """The encoder behind the features, and the windows through which it looks at images of this size."""
 
     @abstractmethod

@@ -9,7 +9,6 @@ from fedbicross.context import Context
 from fedbicross.errors import MethodError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
-from fedbicross.models import encoders
 from fedbicross.parts.settings import HeadConfig
 
 
@@ -25,10 +24,6 @@ class CentralisedHead(Method[HeadConfig]):
     upload_summary = "Every image and label: not federated, shown only as an upper bound."
     uses_local_models = False
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network
-
-    def check_machine(self) -> None:
-        """The encoder, and what it needs."""
-        encoders.check(self.config.encoder)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Refused: pooling images is what a federation exists to avoid."""

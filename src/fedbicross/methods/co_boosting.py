@@ -166,11 +166,11 @@ class Boosting:
             batch_norm = steps.inversion.reduce_bn_loss(bn_losses, server.ensemble.has_batchnorm, "mean")
         else:
             logits = steps.teachers.logits_of(server.ensemble, x)
-        spoken = steps.adversarial.weighted_logits(logits, server.weights)
-        hard = steps.adversarial.hard_cross_entropy(spoken, server.labels, config.hardness)
+        teacher = steps.adversarial.weighted_logits(logits, server.weights)
+        hard = steps.adversarial.hard_cross_entropy(teacher, server.labels, config.hardness)
         if config.alpha_adv:
             judged = server.student.frozen_logits(x)
-            adversarial = steps.adversarial.adversarial_loss(spoken, judged, config.temperature_adv)
+            adversarial = steps.adversarial.adversarial_loss(teacher, judged, config.temperature_adv)
         total = hard + config.alpha_adv * adversarial + config.alpha_bn * batch_norm
         return [total, hard, batch_norm, adversarial]
 
@@ -196,10 +196,10 @@ class Boosting:
         directions = 2 * torch.rand(shape, generator=rng, device=server.ctx.device) - 1
 
         def step(x: Tensor, u: Tensor) -> list[Tensor]:
-            def spoken(x: Tensor) -> Tensor:
+            def teacher(x: Tensor) -> Tensor:
                 return steps.adversarial.weighted_logits(steps.teachers.logits_of(server.ensemble, x), server.weights)
 
-            return [steps.adversarial.diversified(x, spoken, u, config.epsilon, config.temperature)]
+            return [steps.adversarial.diversified(x, teacher, u, config.epsilon, config.temperature)]
 
         return engine.fast.recorded(server.captured, "perturb", step, [], server.ctx.fast)(images, directions)[0]
 

@@ -146,7 +146,7 @@ class EFedISCA(Method[EFedISCAConfig]):
         student = parts.shots.first_student(self.name, config, shot, ctx)
         adapted: Statistics | None = teacher.ensemble.initial_statistics() if config.adaptation == "ema" else None
 
-        def lessons(epoch: int, saved: Mapping[str, Tensor] | None) -> DistillationBatches:
+        def batches(epoch: int, saved: Mapping[str, Tensor] | None) -> DistillationBatches:
             nonlocal adapted  # by every epoch further than by the one before
             mixtures = MixupBatches(epoch, stored, noise, config, ctx)
             if adapted is not None and saved is not None:
@@ -158,7 +158,7 @@ class EFedISCA(Method[EFedISCAConfig]):
             return DistillationBatches(mixtures, teacher, adapted, 0 if saved is None else int(saved["done"]))
 
         stage = ctx.stage("distillation", f"{self.name}: distillation", total, student=student, watch=log)
-        for _, (sample,) in stage.samples("epoch", config.epochs, [lessons]):
+        for _, (sample,) in stage.samples("epoch", config.epochs, [batches]):
             lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
             log.step += 1

@@ -54,6 +54,7 @@ class EnsembleMethod(Method[EnsembleConfig]):
         "consensus": "ours: log-probabilities weighted per class, of networks trained with balanced classes",
     }
     role = "baseline"
+    mixed_models_error = None  # only answers are combined
     personal = False
 
     @property
@@ -66,11 +67,6 @@ class EnsembleMethod(Method[EnsembleConfig]):
         """What leaves the hospital."""
         counts = " and the number of training images per class" if self._weighted else ""
         return f"The trained network{counts}; every other hospital receives it."
-
-    @property
-    def mixed_models_error(self) -> str | None:
-        """Nothing: only answers are combined."""
-        return None
 
     @property
     def gate_problem(self) -> str:

@@ -18,7 +18,6 @@ from fedbicross.errors import UploadError
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
-from fedbicross.models import encoders
 from fedbicross.parts.settings import SequenceConfig
 
 if TYPE_CHECKING:
@@ -114,10 +113,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         "lr_global": 1e-3,
         "batch_global": 64,
     }
-
-    def check_machine(self) -> None:
-        """The encoder, and what it needs."""
-        encoders.check(self.config.encoder)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -18,7 +18,6 @@ from fedbicross.errors import MethodError, UploadError
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
-from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
@@ -77,10 +76,6 @@ class FedCGS(Method[FedCGSConfig]):
     def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
         """The client's own classifier on the same features."""
         return parts.heads.alone_on(self.config, client, ctx)
-
-    def check_machine(self) -> None:
-        """The encoder, and what it needs."""
-        encoders.check(self.config.encoder)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Counts, class sums and Σ f fᵀ in float64."""

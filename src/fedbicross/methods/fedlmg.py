@@ -73,7 +73,7 @@ class FedLMGConfig(MethodConfig):
 
 
 class FedLMG(Method[FedLMGConfig]):
-    """One student for everyone, from images that a diffusion model draws under the clients' eyes."""
+    """One student for everyone, from images that a diffusion model draws, guided by the clients' networks."""
 
     name = "fedlmg"
     summary = "student trained on images of a diffusion model that the clients' networks steer (ICML 2025)"

@@ -16,7 +16,6 @@ from fedbicross.errors import MethodError, UploadError
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, SyntheticFeatures
-from fedbicross.models import encoders
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
@@ -93,10 +92,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
         """The client's own classifier on the same features."""
         return parts.heads.alone_on(self.config, client, ctx)
-
-    def check_machine(self) -> None:
-        """The encoder, and what it needs."""
-        encoders.check(self.config.encoder)
 
     @property
     def upload_summary(self) -> str:

@@ -8,7 +8,6 @@ from fedbicross import parts
 from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
-from fedbicross.models import encoders
 from fedbicross.parts.settings import HeadConfig
 
 
@@ -23,10 +22,6 @@ class LocalHead(Method[HeadConfig]):
     upload_summary = "Nothing."
     uses_local_models = False
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network
-
-    def check_machine(self) -> None:
-        """The encoder, and what it needs."""
-        encoders.check(self.config.encoder)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""

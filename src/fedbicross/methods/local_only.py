@@ -29,6 +29,7 @@ class LocalOnly(Method[LocalOnlyConfig]):
     name = "local_only"
     summary = "each client's own network, no federation (the bar)"
     Config = LocalOnlyConfig
+    mixed_models_error = None  # every client keeps its own network
     variants = {"balanced": {"loss": "balanced"}, "both": {"loss": "both"}}
     variant_notes = {
         "balanced": "trained with all classes weighing alike, own class mix added back (what primum uploads)",
@@ -50,11 +51,6 @@ class LocalOnly(Method[LocalOnlyConfig]):
     def uses_local_models(self) -> bool:
         """That is all it does."""
         return True
-
-    @property
-    def mixed_models_error(self) -> str | None:
-        """Nothing: every client keeps its own network."""
-        return None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Nothing leaves."""

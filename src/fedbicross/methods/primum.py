@@ -3,7 +3,7 @@
 1. Each hospital trains a network so that its own class mix stays out of it (balanced softmax), and for itself another
    one in the plain way.
 2. The server inverts each network alone, with labels in that hospital's own class mix, so that labels and
-   batch-normalisation statistics tell one story: a pool of images.
+   batch-normalisation statistics agree: a pool of images.
 3. It distils the consensus of all networks, log-probabilities weighted per class, into one student, which starts from
    the network that knows most, on that pool: turned, mirrored, zoomed and cut together, each with soft
    labels of its own.
@@ -24,15 +24,14 @@ from pydantic import Field
 from fedbicross import parts, steps
 from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method, MethodConfig
+from fedbicross.methods.base import Method
+from fedbicross.parts.settings import InversionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedbicross.steps.inversion import InversionSettings
 
-
-class PrimumConfig(MethodConfig):
+class PrimumConfig(InversionConfig):
     """Every number of primum, chosen on validation images of Blood."""
 
     loss: Literal["balanced", "cross_entropy"] = Field("balanced", description="of the clients' own training")
@@ -46,14 +45,6 @@ class PrimumConfig(MethodConfig):
     labels: Literal["own", "balanced"] = Field("own", description="classes of a batch: the client's mix, or all alike")
     pool: int = Field(25, ge=1, description="synthesised batches in all, the same number from every client, at least 1")
     batch: int = Field(256, ge=2, description="images in a batch, of the synthesis and of the student")
-    steps: int = Field(500, ge=1, description="T: synthesis steps per batch")
-    lr_synthesis: float = Field(5e-2, gt=0, description="Adam's rate on the pixels")
-    alpha_tv: float = Field(2.5e-5, ge=0, description="weight of total variation")
-    alpha_bn: float = Field(10.0, ge=0, description="weight of the batch-norm term")
-    bn_distance: Literal["absolute", "relative"] = Field(
-        "absolute", description="a layer's batch-norm distances as they are, or over its own spread"
-    )
-    jitter: int | None = Field(None, ge=0, description="random shift in pixels; none: 2, or 30 above 128 px")
     storage: Literal["fp32", "bf16"] = Field("bf16", description="how the pool keeps images, on the device")
     teacher: Literal["consensus", "class_weighted", "mean_logits", "mean_probs"] = Field(
         "consensus", description="how the clients are combined into one teacher"
@@ -129,6 +120,7 @@ class Primum(Method[PrimumConfig]):
         "no_zoom": "ablation: no zoom and shift",
         "fresh": "ablation: the student starts from fresh weights",
     }
+    mixed_models_error = None  # clients teach by their answers, whatever their architecture
     at_client = frozenset({"own", "prior", "single"})
     quick_settings = {"pool": 15, "batch": 48, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1300}
 
@@ -143,9 +135,9 @@ class Primum(Method[PrimumConfig]):
         return self.config.loss
 
     @property
-    def ways_alone(self) -> tuple[str, ...]:
+    def local_baselines(self) -> tuple[str, ...]:
         """What it uploads, and what it starts from at the client."""
-        return (*super().ways_alone, *(["local_only:both"] if self.config.own == "both" else []))
+        return (*super().local_baselines, *(["local_only:both"] if self.config.own == "both" else []))
 
     @property
     def adapts_prior(self) -> bool:
@@ -159,11 +151,6 @@ class Primum(Method[PrimumConfig]):
         return (
             f"The trained network with its batch-normalisation statistics{counts}; the server inverts it into images."
         )
-
-    @property
-    def mixed_models_error(self) -> str | None:
-        """Nothing: clients teach by their answers, whatever their architecture."""
-        return None
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """The network, and how many images of each class it has seen."""
@@ -192,8 +179,9 @@ class Primum(Method[PrimumConfig]):
             sources, mixes = {"everyone": networks}, {"everyone": counts.sum(0)}
         if config.labels == "balanced":
             mixes = {name: mix * 0 + 1 for name, mix in mixes.items()}
+        settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
         pool = parts.pool.invert_each(
-            sources, mixes, self._inversion(ctx), max(1, config.pool // len(sources)), config.storage, ctx
+            sources, mixes, settings, max(1, config.pool // len(sources)), config.storage, ctx
         )
         teacher = steps.trajectory.Teacher(networks, config.temperature, config.teacher, weights.to(ctx.device), "none")
         student = parts.pool.distil(
@@ -229,18 +217,6 @@ class Primum(Method[PrimumConfig]):
         if self.config.counts == "sent":
             return parts.teachers.class_counts(uploads, len(ctx.task.classes))
         return parts.teachers.read_counts(uploads, ctx)
-
-    def _inversion(self, ctx: Context) -> InversionSettings:
-        config, size = self.config, ctx.task.image_size
-        jitter = config.jitter if config.jitter is not None else (30 if size > 128 else 2)
-        return steps.inversion.InversionSettings(
-            steps=config.steps,
-            batch=config.batch,
-            lr=config.lr_synthesis,
-            alpha_tv=config.alpha_tv,
-            alpha_bn=config.alpha_bn,
-            jitter=min(jitter, size - 1),
-        )
 
     # --- back at the client ----------------------------------------------------------------------------
 

@@ -11,22 +11,27 @@ from fedbicross.models import encoders
 from fedbicross.settings import MethodConfig
 
 
-class SynthesisConfig(MethodConfig):
-    """Synthesis, teachers, and the student's optimiser; the papers' values are the defaults."""
+class InversionConfig(MethodConfig):
+    """Images synthesised from networks; the papers' values are the defaults."""
 
     steps: int = Field(
-        500, ge=1, description="T (FedISCA: I, S): synthesis steps per batch (paper: 500; 1,000 at 224 px)"
+        500, ge=1, description="T (FedISCA: I, S): synthesis steps per batch (papers: 500; 1,000 at 224 px)"
     )
-    batch: int = Field(256, ge=2, description="B: images per synthesised batch (paper: 256; 50 at 224 px)")
-    lr_synthesis: float = Field(5e-2, gt=0, description="η_s: Adam's rate on the pixels (paper: 5e-2)")
-    alpha_tv: float = Field(2.5e-5, ge=0, description="α_TV: weight of total variation (paper: 2.5e-5)")
-    alpha_bn: float = Field(10.0, ge=0, description="α_BN: weight of the batch-norm term (paper: 10)")
+    batch: int = Field(256, ge=2, description="B: images per synthesised batch (papers: 256; 50 at 224 px)")
+    lr_synthesis: float = Field(5e-2, gt=0, description="η_s: Adam's rate on the pixels (papers: 5e-2)")
+    alpha_tv: float = Field(2.5e-5, ge=0, description="α_TV: weight of total variation (papers: 2.5e-5)")
+    alpha_bn: float = Field(10.0, ge=0, description="α_BN: weight of the batch-norm term (papers: 10)")
     jitter: int | None = Field(None, ge=0, description="random shift in pixels; none: 2, or 30 above 128 px (code)")
-    bn_reduction: Literal["mean", "sum"] = Field(
-        "mean", description="batch-norm term over clients (FedISCA's code: sum)"
-    )
     bn_distance: Literal["absolute", "relative"] = Field(
         "absolute", description="a layer's batch-norm distances as they are (papers), or over its own spread (ours)"
+    )
+
+
+class SynthesisConfig(InversionConfig):
+    """Synthesis from several networks at once, teachers, and the student's optimiser; the papers' values."""
+
+    bn_reduction: Literal["mean", "sum"] = Field(
+        "mean", description="batch-norm term over clients (FedISCA's code: sum)"
     )
     ce: Literal["mean_logits", "mean_ce"] = Field(
         "mean_logits", description="cross-entropy of the mean logits (code), or mean of the clients' (E-FedISCA's text)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from fedbicross.engine import combine
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.norm import BNDistance
 from fedbicross.messages import Client, Upload
-from fedbicross.parts.settings import SynthesisConfig
+from fedbicross.parts.settings import InversionConfig, SynthesisConfig
 from fedbicross.steps.head_counts import counts_from_head
 from fedbicross.steps.inversion import InversionSettings, clients_that_fit
 from fedbicross.steps.teachers import load_teachers, need_batchnorm
 from fedbicross.steps.trajectory import Teacher
 
-LEARNT_NOTHING = 1e-6  # of an image, so that such a network has a say only where nobody else has
+LEARNT_NOTHING = 1e-6  # of an image: such a network counts only for classes that no other client has
 
 
 def send_network(client: Client, ctx: Context, class_counts: bool = False) -> Upload:
@@ -71,19 +72,20 @@ def load_teacher(config: SynthesisConfig, method: str, uploads: Sequence[Upload]
     return Teacher(ensemble, *how)
 
 
-def inversion_settings(config: SynthesisConfig, image_size: int) -> InversionSettings:
+def inversion_settings(config: InversionConfig, image_size: int) -> InversionSettings:
     """The settings of the synthesis at this image size."""
     jitter = config.jitter if config.jitter is not None else (30 if image_size > 128 else 2)
-    return InversionSettings(
+    settings = InversionSettings(
         steps=config.steps,
         batch=config.batch,
         lr=config.lr_synthesis,
         alpha_tv=config.alpha_tv,
         alpha_bn=config.alpha_bn,
         jitter=min(jitter, image_size - 1),
-        bn_reduction=config.bn_reduction,
-        ce=config.ce,
     )
+    if isinstance(config, SynthesisConfig):  # of several networks at once
+        return replace(settings, bn_reduction=config.bn_reduction, ce=config.ce)
+    return settings
 
 
 def class_counts(uploads: Sequence[Upload], classes: int) -> Tensor:

@@ -14,7 +14,7 @@ from fedbicross.report.svg import (
     label_width,
     line,
     rect,
-    spread,
+    spaced,
     svg,
     tag,
     text,
@@ -270,7 +270,7 @@ def line_chart(
         body.append(tag("path", d=_path(middle, place), class_="line s0 bold", tip=f"median of {len(lines)}"))
         x, y = place(middle[-1][0], middle[-1][1] or 0.0)
         ends.append((0, "median", (x, y)))
-    heights = spread([y for _, _, (_, y) in ends], 14.0, top + 4, top + height)
+    heights = spaced([y for _, _, (_, y) in ends], 14.0, top + 4, top + height)
     for (index, name, (x, _)), y in zip(ends, heights, strict=True):
         body.append(text(x + 7, y + 4, name, 14, class_=f"name s{index % SERIES}"))
     return svg(width, top + height + 42, body, label)

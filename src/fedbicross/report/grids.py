@@ -14,7 +14,7 @@ MOST = 200  # more clients than this are named in a note, not drawn
 TIPS = 3000  # more cells than this and tooltips would weigh more than they help
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """``shade`` runs from −1 (harm) over 0 (blank) to 1; None is crossed out as "no value"."""
 
     shade: float | None
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 
 def grid(
-    cells: Sequence[Sequence[Cell]],
+    cells: Sequence[Sequence[GridCell]],
     rows: Sequence[object],
     columns: Sequence[object],
     label: str,
@@ -67,7 +67,7 @@ def grid(
     return svg(left + inner + right, top + depth + 4, body, label)
 
 
-def _cell(cell: Cell, x: float, y: float, wide: float, tall: float, tips: bool) -> str:
+def _cell(cell: GridCell, x: float, y: float, wide: float, tall: float, tips: bool) -> str:
     tip = cell.tip if tips else ""
     gap = 1.0 if wide > 8 and tall > 8 else 0.0
     parts = []
@@ -122,7 +122,7 @@ def class_matrix(clients: Sequence[object], classes: Sequence[object], counts: S
     totals = [sum(row) for row in table]
     cells = [
         [
-            Cell(
+            GridCell(
                 value / total if total > 0 and value > 0 else 0.0,
                 fixed(value, 0) if value else "",
                 f"{short(client)}, {short(name)}: {fixed(value, 0)} images, {percent(value / (total or 1))} %",
@@ -145,7 +145,7 @@ def gain_matrix(methods: Sequence[object], clients: Sequence[object], gains: Seq
     largest = max([*known, 0.01])
     cells = [
         [
-            Cell(
+            GridCell(
                 None if (value := number(item)) is None else value / largest,
                 NA if value is None else points(value),
                 f"{short(method)}, {short(client)}: {points(value)} points against training alone",
@@ -167,7 +167,7 @@ def confusion(matrix: Sequence[Sequence[float]], classes: Sequence[object], labe
         total = sum(row)
         cells.append(
             [
-                Cell(
+                GridCell(
                     value / total if total > 0 else 0.0,
                     plain(value) if value else "",
                     f"true {short(names[i])}, predicted {short(names[j])}: {plain(value)} of {plain(total)}",
@@ -187,7 +187,7 @@ def heatmap(values: Sequence[object], rows: Sequence[object], columns: Sequence[
     largest = max((abs(value) for row in table for value in row if value is not None), default=0.0) or 1.0
     cells = [
         [
-            Cell(
+            GridCell(
                 None if value is None else value / largest,
                 NA if value is None else f"{value:.3g}".replace("-", "\u2212"),
                 f"{short(name)}, {short(column)}: {plain(value)}",

@@ -48,7 +48,7 @@ def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
         "confusions": clients.confusions(results, summaries, verdict),
         "training": clients.training(results),
         "costs": sections.costs(summaries),
-        "leaves": sections.leaves(summaries),
+        "upload_summaries": sections.upload_summaries(summaries),
         "diagnoses": sections.diagnoses(results, run_dir),
         "provenance": sections.provenance(results),
     }

@@ -206,7 +206,7 @@ def costs(summaries: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def leaves(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
+def upload_summaries(summaries: Sequence[Summary]) -> list[tuple[str, str, str]]:
     """What leaves the hospital, per method."""
     return [
         (

@@ -86,7 +86,7 @@ def tick_text(value: float) -> str:
     return ("0" if value == 0 else f"{value:.4g}").replace("-", "\u2212")
 
 
-def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spaced(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Label positions as near to ``values`` as a minimum ``gap`` allows, kept within ``low`` and ``high``."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     placed = [0.0] * len(values)

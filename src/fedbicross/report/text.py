@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from fedbicross.evaluate.names import PROTOCOLS as PROTOCOLS
+
 NA = "n/a"
-PROTOCOLS = ("global", "matched", "label_set")
-PROTOCOL_NAMES = {"global": "global", "matched": "matched", "label_set": "label-set"}
+PROTOCOL_NAMES = {name: name.replace("_", "-") for name in PROTOCOLS}
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _plain(fraction: float | None) -> str:
     return points(abs(fraction or 0.0)).lstrip("+")
 
 
-def elsewhere(item: Summary) -> tuple[float, str]:
+def gain_elsewhere(item: Summary) -> tuple[float, str]:
     """The gain for patients from elsewhere, and who they are: all (global) or, if that is level, known classes only."""
     everyone, known = (item.gain_elsewhere[protocol].mean for protocol in ("global", "label_set"))
     if (known or 0.0) >= CLEAR > abs(everyone or 0.0):
@@ -105,13 +105,13 @@ def judge(results: Mapping[str, Any], summaries: list[Summary]) -> Verdict:
     compared = [item for item in candidates if item.gain.mean is not None]
     if not compared or alone is None:
         return _unknown(alone, candidates)
-    best = min(compared, key=lambda item: (_rank(item), -(item.gain.mean or 0.0), -elsewhere(item)[0]))
+    best = min(compared, key=lambda item: (_rank(item), -(item.gain.mean or 0.0), -gain_elsewhere(item)[0]))
     kind, badge, headline = _headline(best, compared)
     if _nothing_learned(summaries):
         kind, badge = "bad", "Nothing learned"
         headline = "No model learned more than the most frequent class of each hospital: train longer before judging."
     badge = badge if results.get("complete") is True else f"So far: {badge[0].lower()}{badge[1:]}"
-    sentences = (_alone(alone, compared), *_harms(compared), *_elsewhere(alone, compared))
+    sentences = (_alone(alone, compared), *_harms(compared), *_patients_elsewhere(alone, compared))
     return Verdict(kind, badge, headline, sentences, _cautions(results, best, compared), best)
 
 
@@ -119,7 +119,7 @@ def _rank(item: Summary) -> tuple[int, float]:
     """The better, the lower: worth it for own patients, for others, gains that harm somebody, no gain, a loss."""
     if item.harmed == 0 and item.beats and not _often_behind(item):
         return 0, 0.0
-    if item.harmed == 0 and not item.loses and elsewhere(item)[0] >= CLEAR:
+    if item.harmed == 0 and not item.loses and gain_elsewhere(item)[0] >= CLEAR:
         return 1, 0.0
     if item.beats:
         return 2, _harm_rate(item)
@@ -138,7 +138,7 @@ def _harm_rate(item: Summary) -> float:
 def _headline(best: Summary, compared: Sequence[Summary]) -> tuple[str, str, str]:
     """Kind, badge and one sentence: what was gained, for whom."""
     name, harm, (rank, _) = short(best.method), harm_words(best, "hospital"), _rank(best)
-    others, who = elsewhere(best)
+    others, who = gain_elsewhere(best)
     gains = f"{name} gains {_plain(best.gain.mean)} points for a hospital’s own patients"
     gains += f" and {_plain(others)} {who}" if others >= CLEAR else ""
     by_chance = f" ({best.lower} of {best.judged} lower by chance)" if best.lower else ""
@@ -164,8 +164,8 @@ def _headline(best: Summary, compared: Sequence[Summary]) -> tuple[str, str, str
 
 def _at_a_price(compared: Sequence[Summary]) -> str:
     """Who gains elsewhere what it loses at home, where every method loses at home."""
-    best = max(compared, key=lambda item: elsewhere(item)[0])
-    gain, who = elsewhere(best)
+    best = max(compared, key=lambda item: gain_elsewhere(item)[0])
+    gain, who = gain_elsewhere(best)
     if gain < CLEAR:
         return ""
     return f"; {short(best.method)} gains {_plain(gain)} points {who} and loses {_plain(best.gain.mean)} at home"
@@ -208,7 +208,7 @@ def _harms(compared: Sequence[Summary]) -> list[str]:
     return ["; ".join(parts) + more + (f" (hospitals counted over {seeds} seeds)." if seeds > 1 else ".")]
 
 
-def _elsewhere(alone: Alone, compared: Sequence[Summary]) -> list[str]:
+def _patients_elsewhere(alone: Alone, compared: Sequence[Summary]) -> list[str]:
     """The other side of the bargain: patients unlike the hospital's own."""
     own = alone.accuracy["global"].mean
     others = [item for item in compared if item.accuracy["global"].mean is not None]

@@ -130,7 +130,7 @@ class RunConfig(Settings):
             return list(dict.fromkeys(self.methods))
         specs = dict.fromkeys([*self.baselines, *self.methods])
         same = {"local_only:balanced"} if self.training.balanced else set()  # local_only is trained so already
-        ways = [way for spec in specs for way in self.build(spec).ways_alone if way not in same]
+        ways = [way for spec in specs for way in self.build(spec).local_baselines if way not in same]
         after = self.baselines.index("local_only") + 1 if "local_only" in self.baselines else len(self.baselines)
         return list(dict.fromkeys([*self.baselines[:after], *ways, *self.baselines[after:], *self.methods]))
 

@@ -116,8 +116,8 @@ def diversified(
     """x + ε sign(∇_x u · softmax(z(x)/τ)): output-diversified sampling (Tashiro et al. 2020) with u [B,C]."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_(True)
-        spoken = (direction * (logits_of(leaf) / temperature).softmax(-1)).sum()
-        (gradient,) = torch.autograd.grad(spoken, leaf)
+        projection = (direction * (logits_of(leaf) / temperature).softmax(-1)).sum()
+        (gradient,) = torch.autograd.grad(projection, leaf)
     return x + epsilon * gradient.sign()
 
 

@@ -1,4 +1,4 @@
-"""K="auto": how many clusters the uploads themselves speak for. No test data, no labels.
+"""K="auto": the number of clusters chosen from the uploads alone, without test data or labels.
 
 The rule. For each K from 2 to min(k_max, N−1), and no more than there are distinguishable clients, K-means gives a
 partition and two numbers: its silhouette, and its stability, the mean adjusted Rand index between the partitions found

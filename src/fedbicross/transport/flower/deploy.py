@@ -90,8 +90,8 @@ def superlink(places: ServerSettings, certificates: Path, host: str, port: int) 
         *("--superlink", f"https://127.0.0.1:{inner}", "--authority", authority),
         *("--certificate", certificate, "--key", key, "--host", host, "--port", str(port)),
     ]
-    surroundings = environment(home)
-    return Start(link, {**surroundings, SERVER_FILE: str(settings)}), Start(gate, surroundings)
+    variables = environment(home)
+    return Start(link, {**variables, SERVER_FILE: str(settings)}), Start(gate, variables)
 
 
 def supernode(

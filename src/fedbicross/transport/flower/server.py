@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
+from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import Result, Strategy
 
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
@@ -38,7 +37,7 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
 
 
 @dataclass
-class Site:
+class Node:
     """A node, and what came of it in this run."""
 
     registered: str = ""  # the name that the operator gave the node's key, if any
@@ -63,8 +62,8 @@ class Summary:
     complete: bool = False
 
 
-class OneShot(Strategy):
-    """Flower's four questions in one round. ``fuse`` maps the files of the uploads to the reply for each site."""
+class OneShot:
+    """One round. ``fuse`` maps the files of the uploads to the reply for each site."""
 
     def __init__(
         self,
@@ -78,34 +77,18 @@ class OneShot(Strategy):
     ) -> None:
         self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
         self.clock, self.sleep = clock, sleep
-        self.sites: dict[int, Site] = {}  # by node
+        self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
         self.outcome = Summary(federation.run, 0)
         self.began = self.last_news = clock()
 
-    def summary(self) -> None:
-        """Say what is about to happen."""
+    def run(self, grid: Grid) -> None:
+        """Sites may come, go and come back at any time; nothing travels down before an upload came up."""
         count, quorum = len(self.federation.clients), self.federation.quorum
         self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {quorum}")
-
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int = 1,
-        timeout: float = 0,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """One round. Sites may come, go and come back at any time; nothing travels down before an upload came up."""
-        del initial_arrays, timeout, train_config, evaluate_config, evaluate_fn  # nothing of Flower's is used
-        if num_rounds != 1:
-            raise MethodError("not_one_shot", f"{num_rounds} rounds were asked for; this is one round")
-        self.summary()
-        empty, pending = (ArrayRecord(), ConfigRecord()), PendingMessages(grid)
+        pending = PendingMessages(grid)
         while True:
-            for question in [*self.configure_train(1, *empty, grid), *self.configure_evaluate(1, *empty, grid)]:
+            for question in [*self._ask_for_uploads(grid), *self._bring_replies()]:
                 if pending.send(question):
                     self.sites[question.metadata.dst_node_id].busy = True
             for node, answer in pending.answers():
@@ -118,44 +101,21 @@ class OneShot(Strategy):
                 break
             self.sleep(self.limits.poll_seconds)
         self._end()
-        return Result()
 
-    # --- Flower's four questions ---------------------------------------------------------------------------
+    # --- questions -----------------------------------------------------------------------------------------
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def _ask_for_uploads(self, grid: Grid) -> Iterable[Message]:
         """Ask every node that is online for its upload; it is also how a node shows which site it is."""
-        del server_round, arrays, config
         for node in grid.get_nodes():
-            site = self.sites.setdefault(node.node_id, Site(node.name))
+            site = self.sites.setdefault(node.node_id, Node(node.name))
             if site.name is None and self._may_ask(site):
                 yield self._question(MessageType.TRAIN, node.node_id)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Verify and keep uploads."""
-        del server_round
-        for message in replies:
-            self._take_upload(message.metadata.src_node_id, message)
-        return None, None
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def _bring_replies(self) -> Iterable[Message]:
         """Each site's own reply, to the node that sent that site's upload."""
-        del server_round, arrays, config, grid
         for node, site in self.sites.items():
             if site.name in self.replies and not site.delivered and self._may_ask(site):
                 yield self._question(MessageType.EVALUATE, node, self.replies[site.name])
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Take receipts."""
-        del server_round
-        for message in replies:
-            self._take_receipt(message.metadata.src_node_id, message)
-        return None
 
     # --- answers -------------------------------------------------------------------------------------------
 
@@ -215,7 +175,7 @@ class OneShot(Strategy):
 
     # --- when ----------------------------------------------------------------------------------------------
 
-    def _may_ask(self, site: Site) -> bool:
+    def _may_ask(self, site: Node) -> bool:
         return not site.busy and self.clock() >= site.ask_again
 
     def _question(self, kind: str, node: int, bundle: bytes | None = None) -> Message:
@@ -311,10 +271,10 @@ def main(grid: Grid, context: Context) -> None:
         return fuse_uploads(federation, uploads, folder / "server", key, log, device=settings.device)
 
     waiting = Waiting.from_run_config(context.run_config)
-    strategy = OneShot(federation, folder, fuse, waiting, log.say)
-    strategy.outcome.flower_run = context.run_id
+    shot = OneShot(federation, folder, fuse, waiting, log.say)
+    shot.outcome.flower_run = context.run_id
     try:
-        strategy.start(grid)
+        shot.run(grid)
     except FedBiCrossError as error:
         log.say(str(error))
         raise

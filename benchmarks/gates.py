@@ -1,12 +1,16 @@
 """The gate on kept logits, without a GPU: `python -m benchmarks.gates LOGITS [--out FILE]`.
 
-LOGITS is a folder that `python -m benchmarks.primum … --logits LOGITS` has filled. Two tables are made of it:
+LOGITS is a folder that `python -m benchmarks.primum … --logits LOGITS` has filled. Three tables are made of it:
+
+`levels`, by which the level of the mixture's test was chosen; no test image is used. The client's validation images are
+cut in two, six times: the mixture is chosen on one half, and what it wins and loses is counted on the other.
 
 `margins`, by which the margin of a referral was chosen; no test image is used. The client's images are cut in two, the
 rule is made on one half and counted on the other: answers lost among its own images (its own model taken to be always
 right), and the accuracy on all clients' validation images.
 
-`cells`, on test images: every way of training alone, the student, and primum with the gate as it is now.
+`cells`, on test images: every way of training alone, the student, and primum with the gate as it is now. What FILE
+holds of cells without logits in the folder stays, as an earlier gate left it.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from fedbicross.steps.prior_shift import fit_temperature
 
 ROOT = Path(__file__).resolve().parents[1]
 MARGINS = (0.0, 0.1, 0.2, 0.3)
+LEVELS = (0.05, 0.1, 1.0)  # with the last one it is enough that a mixture is right more often
+TRIALS = 6
 ALONE = ("local_only", "local_only:balanced", "local_only:both")
 
 
@@ -68,6 +74,32 @@ class Cell:
         classes = self.student.shape[1]
         mix = gate.estimate_prior((self.student[batch] / tau).softmax(-1), torch.full((classes,), 1 / classes))
         return (self.student[rows] / tau + log_prior(len(batch) * mix + 1)).log_softmax(-1)
+
+
+def levels(cells: dict[str, Cell]) -> list[dict[str, Any]]:
+    """Mixtures let in, and answers won and lost by them, for each level of their test."""
+    before, table = gate.LEVEL, []
+    for level in LEVELS:
+        gate.LEVEL = level
+        made = {"level": level, "trials": 0, "let_in": 0, "won": 0, "lost": 0, "lower": 0}
+        for cell in cells.values():
+            rng = np.random.default_rng(0)
+            for i in range(len(cell.counts)):
+                held = np.flatnonzero((cell.client == i) & cell.held_back)
+                for _ in range(TRIALS):
+                    order = rng.permutation(held)
+                    one, other = order[::2], order[1::2]
+                    own = cell.alone(i, "local_only:both", one)
+                    choice = gate.choose(own, cell.student[one], cell.labels[one], cell.counts[i])
+                    own = cell.alone(i, "local_only:both", other)
+                    mixture = gate.mixed(own, cell.student[other], cell.counts[i], choice.share, choice.flatness)
+                    right, alone = (answer.argmax(1) == cell.labels[other] for answer in (mixture, own))
+                    won, lost = int((right & ~alone).sum()), int((alone & ~right).sum())
+                    for key, value in zip(made, (0, 1, choice.share < 1, won, lost, lost > won), strict=True):
+                        made[key] += value
+        table.append(made)
+    gate.LEVEL = before
+    return table
 
 
 def margins(cells: dict[str, Cell]) -> list[dict[str, Any]]:
@@ -153,14 +185,17 @@ def main() -> None:
     given = parser.parse_args()
     cells = {file.stem: Cell(file) for file in sorted(given.logits.glob("*.npz"))}
     blood = {name: cell for name, cell in cells.items() if name.startswith("bloodmnist")}
+    before = json.loads(given.out.read_text(encoding="utf-8"))["cells"] if given.out.exists() else []
+    kept = [entry for entry in before if entry["cell"] not in cells]
     stored: dict[str, Any] = {
+        "levels": levels(blood),
         "margins": margins(blood),
         "margin": gate.MARGIN,
-        "cells": [score(name, cell) for name, cell in cells.items()],
+        "cells": sorted([*kept, *(score(name, cell) for name, cell in cells.items())], key=lambda entry: entry["cell"]),
         "versions": versions("cpu"),
     }
     given.out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    for row in stored["margins"]:
+    for row in [*stored["levels"], *stored["margins"]]:
         print(row)
     for cell in stored["cells"]:
         print(cell["cell"], "alone:", cell["alone"])

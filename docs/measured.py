@@ -86,9 +86,39 @@ AGAINST = {
 }
 
 
+def bn_distance(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.inversion`: the batch-norm term as it is and over each layer's spread."""
+    file = root / "results" / "benchmarks" / "inversion.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [
+        (
+            row["architecture"],
+            row["init_scheme"],
+            row["bn_distance"],
+            f"{row['term_of_real_images']:.2f}",
+            f"{row['term_at_the_end']:.2f}",
+            f"{row['cross_entropy_at_the_end']:.2f}",
+            f"{100 * row['recognised']:.0f}",
+        )
+        for row in found["rows"]
+    ]
+    titles = (
+        "network",
+        "first weights",
+        "`bn_distance`",
+        "term of real images",
+        "at the end",
+        "cross-entropy at the end",
+    )
+    made = f"One seed each, torch {found['versions']['torch']}. From [`inversion.json`]({link(file, page)})."
+    return f"{table((*titles, 'recognised, %'), rows, 'lll' + 'r' * 4)}\n\n{made}"
+
+
 def accuracy(_: str, page: Path, root: Path) -> str:
     """Whole methods on both paths: means over seeds, and the differences seed by seed."""
     file = root / "results" / "benchmarks" / "accuracy.json"
+    if not file.exists():
+        return "Not measured with the present initialisation yet."
     found = json.loads(file.read_text(encoding="utf-8"))
     config, versions = found["config"], found["versions"]
     seeds = sorted({row["seed"] for row in found["rows"]})
@@ -279,6 +309,16 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
     made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; the last column counts clients."
     first = table(titles, rows, "l" + "r" * (len(titles) - 1))
     return f"{first}\n\n{table(short, mean, 'l' + 'r' * (len(short) - 1))}\n\n{made}"
+
+
+def primum_levels(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.gates`: what the level of the mixture's test lets in, and what that wins and loses."""
+    file = root / "results" / "primum" / "gates.json"
+    found = json.loads(file.read_text(encoding="utf-8"))["levels"]
+    keys = ("level", "trials", "let_in", "won", "lost", "lower")
+    rows = [tuple("none" if key == "level" and row[key] == 1 else row[key] for key in keys) for row in found]
+    titles = ("level", "trials", "mixtures let in", "answers won", "lost", "trials with more lost than won")
+    return f"{table(titles, rows, 'r' * 6)}\n\nFrom [`gates.json`]({link(file, page)})."
 
 
 def primum_estimated(_: str, page: Path, root: Path) -> str:

@@ -24,6 +24,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "`python -m benchmarks.gpu --data-dir DIR`; `--parts training` in a call of its own, with nothing compiled yet",
     ),
     "benchmarks/house.json": ("the size of the code", "`python -m benchmarks.house --before CHECKOUT` (of df06ece)"),
+    "benchmarks/inversion.json": (
+        "what the batch-norm term of a synthesis weighs",
+        "`python -m benchmarks.inversion --data-dir DIR`",
+    ),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (

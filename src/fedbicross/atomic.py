@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -18,6 +19,16 @@ def open_flags(*names: str) -> int:
     for name in names:
         flags |= getattr(os, f"O_{name}", 0)
     return flags
+
+
+def open_itself(path: Path, *names: str, mode: int = 0o600) -> int:
+    """``os.open`` with flags by name; a link at the end of the path is an ``OSError`` (ELOOP) and never followed.
+
+    Without NONBLOCK the opening of a pipe would wait for a writer.
+    """
+    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():  # Windows; links need rights there that few have
+        raise OSError(errno.ELOOP, "is a link")
+    return os.open(path, open_flags(*names, "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC"), mode)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -29,6 +29,7 @@ from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, mixed_models_problem
 
 T = TypeVar("T")
+POOLED = "all-sites-pooled"
 AfterRound = Callable[[int, Mapping[str, "Predictor"]], None]
 
 
@@ -248,19 +249,20 @@ def _read(path: str, data: bytes, unpack_one: Callable[[bytes], T]) -> T:
 
 def _simulate_pooled(method: Method[Any], clients: Sequence[Client], ctx: Context) -> dict[str, Predictor]:
     """The upper bound: one imaginary site that holds everybody's images. No server is involved."""
-    patients = None
-    if all(client.patients is not None for client in clients):
-        patients = np.concatenate([client.patients for client in clients if client.patients is not None])
-    everyone = Client(
-        "all-sites-pooled",
-        np.concatenate([client.images for client in clients]),
-        np.concatenate([client.labels for client in clients]),
-        patients,
-    )
+    everyone = pooled(clients)
     make = partial(pipeline.personalize, method, everyone, Reply(), ctx)
     data = _step(ctx, "models", ctx.scope, everyone, make)
     predictor = _read(f"models/{ctx.scope}/{everyone.name}.safetensors", data, Predictor.unpack)
     return {client.name: predictor for client in clients}
+
+
+def pooled(clients: Sequence[Client]) -> Client:
+    """One imaginary site that holds everybody's images."""
+    patients = None
+    if all(client.patients is not None for client in clients):
+        patients = np.concatenate([client.patients for client in clients if client.patients is not None])
+    images, labels = (np.concatenate([getattr(client, part) for client in clients]) for part in ("images", "labels"))
+    return Client(POOLED, images, labels, patients)
 
 
 def records(ctx: Context, clients: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -268,7 +270,7 @@ def records(ctx: Context, clients: Sequence[str], rounds: int) -> list[dict[str,
     folder = round_folder(ctx, rounds, rounds)
     names = [f"records/upload/{folder}/{file_name(c)}.json" for c in clients]
     names += [f"records/fuse/{folder}/server.json"]
-    names += [f"records/personalize/{ctx.scope}/{file_name(c)}.json" for c in [*clients, "all-sites-pooled"]]
+    names += [f"records/personalize/{ctx.scope}/{file_name(c)}.json" for c in [*clients, POOLED]]
     earlier = [
         {
             "flops": record["client_flops"] + record["server_flops"],

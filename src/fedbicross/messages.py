@@ -73,6 +73,7 @@ class _PredictorManifest(Settings):
     architectures: list[str]
     combine: Literal["mean_logits", "mean_probs", "class_weighted", "consensus"]
     encoder: dict[str, Any] | None = None
+    temperature: float = 1.0
 
 
 MANIFESTS: dict[str, type[Settings]] = {"upload": _UploadManifest, "reply": _ReplyManifest}  # of what travels
@@ -155,6 +156,7 @@ class Predictor:
     encoder: Mapping[str, Any] | None = None  # EncoderSpec and digest: the networks are then heads on its features
     log_prior: Tensor | None = None  # [classes], for consensus: added to what the networks say
     referral: Tensor | None = None  # [classes]: when the last network answers alone (`engine.combine.refer`)
+    temperature: float = 1.0  # the answer is p^(1/T), renormalised (`parts.calibration`): how sure, never which class
 
     def probabilities(
         self, images: np.ndarray, device: str = "cpu", precision: str = "fp32", store: Store | None = None
@@ -169,8 +171,10 @@ class Predictor:
         tensors |= {} if self.constant is None else {"constant": self.constant}
         tensors |= {} if self.log_prior is None else {"log_prior": self.log_prior}
         tensors |= {} if self.referral is None else {"referral": self.referral}
-        info = {"task": self.task.as_json(), "architectures": list(self.architectures), "combine": self.combine}
+        info: dict[str, Any] = {"task": self.task.as_json(), "architectures": list(self.architectures)}
+        info["combine"] = self.combine
         info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
+        info |= {} if self.temperature == 1 else {"temperature": self.temperature}
         return pack("predictor", tensors, info)
 
     @classmethod
@@ -181,8 +185,8 @@ class Predictor:
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
         tables = {name: tensors.get(name) for name in ("class_weights", "constant", "log_prior", "referral")}
-        task, combine, encoder = manifest.task, manifest.combine, manifest.encoder
-        return cls(task, architectures, tuple(states), combine, encoder=encoder, **tables)
+        more: dict[str, Any] = {"encoder": manifest.encoder, "temperature": manifest.temperature, **tables}
+        return cls(manifest.task, architectures, tuple(states), manifest.combine, **more)
 
 
 def pack_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -203,8 +207,12 @@ def unpack_states(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, T
     return list(states.values())
 
 
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(10))}  # on Windows
+
+
 def file_name(client: str) -> str:
     """A file name for any client name, however strange."""
-    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", client):
+    device = client.partition(".")[0].upper() in _DEVICES
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", client) and not device:
         return client
     return "client." + hashlib.sha256(client.encode()).hexdigest()[:16]

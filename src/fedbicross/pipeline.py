@@ -58,7 +58,7 @@ def personalize(method: Method[Any], client: Client, reply: Reply, ctx: Context,
     with ctx.measured("personalize", name):
         predictor = method.personalize(client, reply, ctx)
         if method.gated:
-            own, held_back = method.alone(client, ctx)
-            predictor = parts.gate.gated(client, own, predictor, ctx, held_back)
+            own = method.alone(client, ctx)
+            predictor = parts.gate.gated(client, own, predictor, ctx, method.held_back(client, ctx))
         validate.check_predictor(predictor)
         return predictor

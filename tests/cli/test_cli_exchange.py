@@ -23,11 +23,12 @@ from cli.console import Outcome, call, console, snapshot
 from fedbicross.bundle import audit, pack, unpack
 from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
+from fedbicross.deploy import compare
+from fedbicross.deploy.folder import load_model
 from fedbicross.federation import simulate
 from fedbicross.messages import Predictor, file_name
 from fedbicross.parts.class_mix import adapt_prior
 from fedbicross.transport.federation_file import FederationFile, load_federation
-from fedbicross.transport.model_folder import load_model
 from fedbicross.transport.site_data import load_site, read_files
 from small import packed_unchecked
 
@@ -140,7 +141,8 @@ def test_three_hospitals_end_where_a_simulation_ends(finished: Path) -> None:
     federation = load_federation(finished / "server" / "federation.toml")
     expected = simulated(finished, federation)
     for name in SITES:
-        assert (finished / name / "model" / "model.safetensors").read_bytes() == expected[name]
+        made = load_model(finished / name / "model")
+        assert replace(made, temperature=1.0).pack() == expected[name], "to the byte, but for how sure it is"
 
 
 @pytest.mark.slow
@@ -151,7 +153,7 @@ def test_the_same_with_fedbicross_whose_models_differ(tmp_path: Path) -> None:
         train(root, name)
     finish(root)
     federation = load_federation(root / "server" / "federation.toml")
-    models = {name: (root / name / "model" / "model.safetensors").read_bytes() for name in SITES}
+    models = {name: replace(load_model(root / name / "model"), temperature=1.0).pack() for name in SITES}
     assert models == simulated(root, federation)
     assert len(set(models.values())) == 3
 
@@ -175,7 +177,8 @@ def test_only_files_travel_and_nothing_private_does(finished: Path) -> None:
 
 def test_the_model_folder(finished: Path) -> None:
     folder = finished / "north" / "model"
-    assert sorted(path.name for path in folder.iterdir()) == ["MODEL_CARD.md", "config.json", "model.safetensors"]
+    names = ["MODEL_CARD.md", "alone.safetensors", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert "Not a medical device" in card and "north" in card and "monocyte" in card
@@ -183,7 +186,12 @@ def test_the_model_folder(finished: Path) -> None:
     assert f"{config['origin']['upload_bytes']:,} bytes" in card
     assert config["test"]["images"] > 0 and f"On {config['test']['images']} images" in card
     assert f"{100 * config['test']['accuracy']:.1f} %" in card
+    assert f"{100 * config['alone']['accuracy']:.1f} %" in card
+    assert "## Did taking part help?" in card and config["comparison"]["keep"] in ("federated", "alone")
+    for line in compare.advice(config["comparison"]):
+        assert line in card
     assert config["origin"]["run"].startswith("cells-1+")
+    assert config["id2label"] == {"0": "lymphocyte", "1": "monocyte", "2": "neutrophil"}
     import fedbicross
 
     answers = fedbicross.load_model(folder).probabilities(np.zeros((2, 8, 8, 3), np.uint8))
@@ -411,11 +419,14 @@ def test_evaluate_scores_the_images_that_were_held_out(finished: Path, tmp_path:
     model, data = finished / "north" / "model", finished / "north" / "images"
     config = json.loads((model / "config.json").read_text())
     found = ok("client", "evaluate", "--model", model, "--data", data, "--json").json()
-    assert {key: found[key] for key in config["test"]} == config["test"]
+    assert {key: found[key] for key in ("test", "alone", "comparison")} == {
+        key: config[key] for key in ("test", "alone", "comparison")
+    }
     everything = ok("client", "evaluate", "--model", model, "--data", data, "--which", "all", "--json").json()
-    assert everything["images"] == 36 > found["images"]
+    assert everything["test"]["images"] == 36 > found["test"]["images"]
     words = ok("client", "evaluate", "--model", model, "--data", data).out
-    assert "balanced accuracy" in words and "expected calibration error" in words
+    assert "balanced accuracy" in words and "expected calibration error" in words and "trained alone" in words
+    assert all(line in words for line in compare.advice(found["comparison"]))
     (tmp_path / "train").mkdir()
     shutil.copytree(data / "monocyte", tmp_path / "one" / "monocyte")
     for path in sorted((tmp_path / "one" / "monocyte").iterdir())[1:]:
@@ -454,9 +465,56 @@ def test_answers_under_the_class_mix_of_the_images_at_hand(finished: Path, tmp_p
         ok("client", "evaluate", "--model", folder, "--data", data, "--which", "all", "--json", *flags).json()
         for flags in ((), ("--adapt-prior",))
     )
-    assert fixed["ece"] != adapted["ece"]
+    assert fixed["test"]["ece"] != adapted["test"]["ece"] and fixed["alone"] == adapted["alone"]
     for verb in (("predict", data), ("evaluate", "--data", data)):
         assert "error[no_class_mix]" in call("client", *verb, "--model", whole, "--adapt-prior").err
+
+
+def test_the_model_trained_alone_can_be_used(finished: Path, tmp_path: Path) -> None:
+    model, data = finished / "north" / "model", finished / "north" / "images"
+    federation = load_federation(finished / "north" / "federation.toml")
+    client, held_out = load_site(data, federation.task, "north", federation.hold_out, federation.seed)
+    ctx = Context(federation.task, federation.training, seed=federation.seed)
+    own = federation.build().alone(client, ctx)
+    assert load_model(model, alone=True).pack() == own.pack(), "too few validation images for a temperature"
+    files = sorted(data.rglob("*.png"))
+    ok("predict", data, "--model", model, "--alone", "--out", tmp_path / "alone.csv")
+    rows = list(csv.DictReader((tmp_path / "alone.csv").read_text().splitlines()))
+    found = np.array([[float(row[name]) for name in CLASSES] for row in rows])
+    assert np.allclose(found, own.probabilities(read_files(files, TASK)), atol=2e-6)
+    keep = json.loads((model / "config.json").read_text())["comparison"]["keep"]
+    said = ok("predict", files[0], "--model", model).err
+    assert ("--alone" in said) == (keep == "alone")
+    scores = ok("client", "evaluate", "--model", model, "--data", data, "--json").json()
+    right = own.probabilities(held_out.images).argmax(1) == held_out.labels
+    assert scores["alone"]["accuracy"] == float(right.mean())
+
+
+def test_a_federation_s_model_is_exported(finished: Path, tmp_path: Path) -> None:
+    model = finished / "north" / "model"
+    ok("export", model, "--out", tmp_path / "hub")
+    names = ["README.md", "alone.safetensors", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(path.name for path in (tmp_path / "hub").iterdir()) == names
+    for name in ("model.safetensors", "alone.safetensors", "config.json"):
+        assert (tmp_path / "hub" / name).read_bytes() == (model / name).read_bytes()
+    assert (tmp_path / "hub" / "README.md").read_text() == (model / "MODEL_CARD.md").read_text()
+    assert (tmp_path / "hub" / "README.md").read_text().startswith("---\nlibrary_name: fedbicross\n")
+    ok("export", model, "--alone", "--out", tmp_path / "own")
+    assert (tmp_path / "own" / "model.safetensors").read_bytes() == (model / "alone.safetensors").read_bytes()
+    card = (tmp_path / "own" / "README.md").read_text()
+    assert "- Method: trained alone" in card and "Not measured: there is no model here that" in card
+    for words, code in (
+        ((model, "--out", tmp_path / "hub"), "exists"),
+        ((tmp_path / "own", "--alone", "--out", tmp_path / "x"), "no_model_alone"),
+        ((model / "model.safetensors", "--out", tmp_path / "x"), "no_card"),
+        ((model, "--method", "fedavg", "--out", tmp_path / "x"), "not_a_run"),
+        ((tmp_path, "--out", tmp_path / "x"), "no_model"),
+    ):
+        outcome = call("export", *words)
+        assert f"error[{code}]" in outcome.err and not (tmp_path / "x").exists(), outcome.err
+    assert (
+        "error[no_model_alone]" in call("predict", model / "MODEL_CARD.md", "--model", tmp_path / "own", "--alone").err
+    )
 
 
 def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_gate_mixes_two_heads_on_one_encoder(
     client, images = clients[0], clients[1].images
     gated = method(f"{spec}:personal")
     reply = gated.fuse([gated.upload(c, ctx) for c in clients], ctx)[0]
-    own, held_back = gated.alone(client, ctx)
+    own, held_back = gated.alone(client, ctx), gated.held_back(client, ctx)
     shared = gated.personalize(client, reply, ctx)
     mine, theirs = own.probabilities(images).astype(float), shared.probabilities(images).astype(float)
     odds = np.log(theirs[:, 0]) - np.log(theirs[:, 1:].max(1))
@@ -115,7 +115,7 @@ def test_the_gate_mixes_two_heads_on_one_encoder(
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_own_model_is_a_local_head_on_the_method_s_own_view_of_the_image(spec: str) -> None:
     client, ctx, gated = tiny_clients(1)[0], tiny_context(validation=0.3), method(f"{spec}:personal")
-    own, _ = gated.alone(client, ctx)
+    own = gated.alone(client, ctx)
     config = HeadConfig(encoder="tiny", hierarchy=spec.endswith("hierarchy"))
     assert own.pack() == heads.local_predictor(config, client, ctx).pack()
 

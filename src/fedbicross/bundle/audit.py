@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from filelock import lock_descriptor
 
-from fedbicross.atomic import open_flags
+from fedbicross.atomic import open_itself
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import RunError
 
@@ -115,7 +115,7 @@ def _last(handle: int, path: str | Path) -> tuple[int, str, int]:
 def _locked(path: Path, *flags: str) -> Iterator[int]:
     """The open file, held alone; waits for another writer."""
     try:
-        handle = os.open(path, open_flags(*flags, "BINARY", "NOFOLLOW", "NONBLOCK", "CLOEXEC"), 0o600)
+        handle = open_itself(path, *flags)
     except OSError as error:
         raise RunError("audit_file", f"cannot open the audit log {path}: {error.strerror}") from None
     try:

@@ -16,7 +16,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from fedbicross.atomic import open_flags
+from fedbicross.atomic import open_itself
 from fedbicross.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "ed25519:"
 MAX_KEY_FILE = 4096
+POSIX = os.name == "posix"  # elsewhere a file has the rights of its folder, and its mode says nothing of them
 
 # Points of order 1, 2, 4 and 8 (sign bit cleared): under such a "public key" almost any signature can be made to
 # fit. All zeros, the placeholder somebody forgets in a file, is one of them.
@@ -54,14 +55,15 @@ def save_private_key(path: str | Path, key: Ed25519PrivateKey) -> None:
 def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner can read; an existing file is never touched."""
     try:
-        handle = os.open(path, open_flags("WRONLY", "CREAT", "EXCL", "BINARY", "NOFOLLOW", "CLOEXEC"), 0o600)
+        handle = open_itself(path, "WRONLY", "CREAT", "EXCL")
     except FileExistsError:
         raise ConfigError("key_exists", f"{path} exists; a key is never overwritten: choose another name") from None
     except OSError as error:
         raise ConfigError("key_write", f"cannot create {path}: {error.strerror}") from None
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
+            if POSIX:
+                os.fchmod(file.fileno(), 0o600)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -116,7 +118,7 @@ def _raw_public(key: Ed25519PrivateKey | Ed25519PublicKey) -> bytes:
 
 def _read_private(path: Path) -> bytes:
     try:
-        handle = os.open(path, open_flags("RDONLY", "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC"))
+        handle = open_itself(path, "RDONLY")
     except OSError as error:
         hint = "it is a link" if error.errno in (errno.ELOOP, errno.EMLINK) else error.strerror
         raise ConfigError("key_file", f"cannot read the key {path}: {hint}") from None
@@ -127,7 +129,7 @@ def _read_private(path: Path) -> bytes:
         content = os.read(handle, MAX_KEY_FILE)
         if content.startswith(PREFIX.encode()):
             raise ConfigError("key_file", f"{path} is a public key; the private one is needed here")
-        if found.st_mode & 0o077:
+        if POSIX and found.st_mode & 0o077:
             raise ConfigError("key_permissions", f"{path} can be read by others: chmod 600 it, or make a new key")
         return content
     finally:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from fedbicross.atomic import open_flags
+from fedbicross.atomic import open_itself
 from fedbicross.bundle.limits import REPLY, Limits
 from fedbicross.errors import UploadError
 
@@ -26,12 +26,15 @@ class Listing(NamedTuple):
     ignored: list[str]
 
 
-def read_file(path: str | Path, limits: Limits = REPLY) -> bytes:
-    """All bytes of a regular file in one read; these bytes are then verified and used, never the file again."""
+def read_file(path: str | Path, limits: Limits = REPLY, linked: bool = False) -> bytes:
+    """All bytes of a regular file in one read; these bytes are then verified and used, never the file again.
+
+    ``linked``: it may have a second name, as the files of a run have, which keeps equal bytes once.
+    """
     path = Path(path)
     handle = _open(path)
     try:
-        size = _check_file(handle, path.name, limits)
+        size = _check_file(handle, path.name, limits, linked)
         with os.fdopen(handle, "rb", closefd=False) as file:
             data = file.read(size + 1)
     except OSError as error:
@@ -43,12 +46,12 @@ def read_file(path: str | Path, limits: Limits = REPLY) -> bytes:
     return data
 
 
-def _check_file(handle: int, name: str, limits: Limits) -> int:
+def _check_file(handle: int, name: str, limits: Limits, linked: bool) -> int:
     """The size of an open file that may be read whole."""
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
         raise UploadError("not_a_file", f"{name!r} is not a regular file")
-    if found.st_nlink > 1:
+    if found.st_nlink > 1 and not linked:
         raise UploadError("hard_link", f"{name!r} is a second name of another file: copy it instead")
     if found.st_size > limits.max_bytes:
         raise UploadError("too_large", f"{name!r} has {found.st_size:,} bytes; the limit is {limits.max_bytes:,}")
@@ -77,10 +80,8 @@ def list_bundles(folder: str | Path) -> Listing:
 
 
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK the opening of a FIFO would wait for a writer; O_NOFOLLOW refuses a link at the last step.
-    flags = open_flags("RDONLY", "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC")
     try:
-        return os.open(path, flags)
+        return open_itself(path, "RDONLY")
     except ValueError:
         raise UploadError("cannot_read", f"{str(path)[:80]!r} is no file name") from None
     except OSError as error:
@@ -90,6 +91,8 @@ def _open(path: Path) -> int:
 
 
 def _has_hole(handle: int, size: int) -> bool:
+    if not hasattr(os, "SEEK_HOLE"):  # Windows
+        return False
     try:
         hole, end = os.lseek(handle, 0, os.SEEK_HOLE), os.lseek(handle, 0, os.SEEK_END)
     except OSError:  # an empty file, or a file system that cannot tell; the size limit holds all the same

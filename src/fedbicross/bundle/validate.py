@@ -31,6 +31,7 @@ MAX_WEIGHT = 1e6  # magnitude of a weight or a running mean; trained networks st
 MAX_VARIANCE = 1e12
 MAX_BATCHES = 10**10
 MAX_IMAGE_SIZE = 4096
+MAX_TEMPERATURE = 100.0  # of a calibrated model, and its inverse
 MAX_SHARE = 0.5  # of all images that one client may claim without being pointed out
 
 Signature = tuple["torch.dtype", tuple[int, ...]]
@@ -200,6 +201,8 @@ def check_predictor(predictor: Predictor) -> None:
         check_log_prior(predictor.log_prior, len(task.classes))
     if predictor.referral is not None:
         check_referral(predictor.referral, len(task.classes))
+    if not 1 / MAX_TEMPERATURE <= predictor.temperature <= MAX_TEMPERATURE:
+        raise UploadError("magnitude", f"a temperature of {predictor.temperature:g} is none of a calibrated model")
     if not count and predictor.constant is None:
         raise UploadError("missing_tensor", "the model holds neither a network nor a constant answer")
 

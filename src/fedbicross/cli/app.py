@@ -17,6 +17,7 @@ from fedbicross.cli import (
     federation,
     flower,
     listing,
+    models,
     report,
     resume,
     run,
@@ -59,6 +60,8 @@ app.command("report")(report.report)
 app.command("audit")(audit.audit)
 app.command("check")(check.check)
 app.command("validate")(validate.validate)
+app.command("predict")(models.predict)
+app.command("export")(models.export)
 app.command("list")(listing.listing)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")

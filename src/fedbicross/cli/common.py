@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -19,6 +19,8 @@ from fedbicross.errors import ConfigError, FedBiCrossError, RunError, UploadErro
 from fedbicross.lazy_torch import torch
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from fedbicross.transport.federation_file import FederationFile
 
 FederationOption = Annotated[Path, typer.Option("--federation", help="the file that all sites agreed on")]
@@ -50,7 +52,7 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def keygen(out: Path, as_json: bool) -> None:
+def keygen(out: Path, as_json: bool, to: TextIO | None = None) -> None:
     """Make a key pair: the private file for its owner only, and the public text beside it."""
     public = out.with_name(f"{out.stem}.pub")
     if out.suffix.lower() == ".pub":  # or the private key would lie where everybody looks for the public one
@@ -69,8 +71,8 @@ def keygen(out: Path, as_json: bool) -> None:
     if as_json:
         print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": fingerprint})
         return
-    print(f"private key: {out} (never give it away, never copy it to another machine)")
-    print(f"public key:  {public}\n  {text}\n  fingerprint {fingerprint} (read it out when you hand it over)")
+    print(f"private key: {out} (never give it away, never copy it to another machine)", file=to)
+    print(f"public key:  {public}\n  {text}\n  fingerprint {fingerprint} (read it out when you hand it over)", file=to)
 
 
 def read_public(value: str) -> str:
@@ -114,6 +116,15 @@ def site_name(federation: FederationFile, work: Path, name: str | None) -> str:
         found = f"several sites have work in {work}: {', '.join(here)}" if here else f"no site has work in {work}"
         raise ConfigError("which_site", f"{found}; say which one you are with --name")
     return here[0]
+
+
+def owner(federation: FederationFile, key: Ed25519PrivateKey, file: Path) -> str:
+    """The site whose key this is."""
+    owners = {text: name for name, text in federation.clients.items()}
+    name = owners.get(bundle.keys.public_text(key))
+    if name is None:
+        raise ConfigError("wrong_key", f"the federation file lists no site with the key in {file}")
+    return name
 
 
 def verdict(error: FedBiCrossError | None) -> str:

@@ -11,6 +11,8 @@ from fedbicross.cli.common import verdict
 from fedbicross.errors import ConfigError, FedBiCrossError, UploadError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedbicross.bundle import Header
     from fedbicross.transport.federation_file import FederationFile
 
@@ -97,6 +99,32 @@ def _networks(header: Header) -> list[tuple[str, str]]:
         ("means and variances of its features on the site's images", weigh(statistics)),
         ("tensors that are no part of the network", f"{weigh(rest)}: {', '.join(rest)}" if rest else "none"),
     ]
+
+
+def tensor_rows(data: bytes, header: Header) -> list[tuple[str, str, str, str]]:
+    """Name, shape, bytes and range of every tensor; the ranges only where the content is what the header says."""
+    try:
+        tensors = bundle.unpack(data, header.kind)[0]
+    except UploadError:
+        tensors = {}
+    return [
+        (name, shape_text(info.shape), f"{info.end - info.start:,}", _range(tensors.get(name)))
+        for name, info in header.tensors.items()
+    ]
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """The sides of a tensor in words."""
+    return " × ".join(map(str, shape)) or "one number"
+
+
+def _range(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "not read: the file is damaged"
+    if not tensor.numel():
+        return "empty"
+    values = tensor.double()
+    return ", ".join(f"{float(value):.4g}" for value in (values.min(), values.max(), values.mean()))
 
 
 def _statistic(name: str) -> bool:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedbicross import bundle, runs, transport
-from fedbicross.cli.common import FEDERATION, JsonOption, print_table, read_public, write_new
+from fedbicross.cli.common import FEDERATION, JsonOption, check_new, keygen, print_table, read_public, write_new
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError
 
+SERVER_KEY = Path("server.key")
 app = typer.Typer(help="Set up a federation of real sites.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
 def init(
     classes: Annotated[str, typer.Option(help="class names, comma-separated, in the order of the outputs")],
-    server: Annotated[str, typer.Option(help="the server's public key, or its .pub file")],
-    client: Annotated[list[str], typer.Option(help="NAME=KEY for each site; KEY is a public key or a .pub file")],
+    server: Annotated[str | None, typer.Option(help="the server's public key, or its .pub file")] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="NAME=KEY for each site; KEY is a public key or a .pub file")
+    ] = None,
+    post: Annotated[
+        Path | None,
+        typer.Option(help="the folder that travels: its NAME.pub are the sites, and the file goes there too"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="the file to write")] = FEDERATION,
     run_id: Annotated[str | None, typer.Option(help="name of this run (default: a random one)")] = None,
     image_size: Annotated[int, typer.Option(help="pixels per side")] = 28,
@@ -34,14 +42,8 @@ def init(
     json: JsonOption = False,
 ) -> None:
     """Write federation.toml, to be given to every site."""
-    sites: dict[str, str] = {}
-    for text in client:
-        name, sign, key = text.partition("=")
-        if not sign or not name.strip():
-            raise ConfigError("bad_client", f"--client {text!r}: expected NAME=KEY")
-        if name.strip() in sites:
-            raise ConfigError("bad_client", f"--client: {name.strip()!r} is named twice")
-        sites[name.strip()] = read_public(key)
+    sites = _sites(client or [], post)
+    key = _server_key(post) if server is None else read_public(server)
     values: dict[str, Any] = {key: runs.config.QUICK[key] for key in ("model", "training")} if quick else {}
     given = {
         "model": model,
@@ -55,19 +57,66 @@ def init(
     fixed = {"image_size": image_size, "channels": channels, "method": method, "seed": seed, "quick": quick}
     federation = transport.federation_file.new_federation(
         classes=[name.strip() for name in classes.split(",") if name.strip()],
-        server=read_public(server),
+        server=key,
         clients=sites,
         **{**fixed, **values},
     )
-    write_new(out, transport.federation_file.federation_text(federation).encode())
+    content = transport.federation_file.federation_text(federation).encode()
+    targets = [out] if post is None else [out, transport.post.Post(post).federation]
+    for target in targets:
+        check_new(target, content)
+    for target in targets:
+        write_new(target, content)
     if json:
         print_json({"path": str(out), "run_id": federation.run_id, "fingerprint": federation.fingerprint})
         return
     print(f"{out}: run {federation.run_id}, {len(sites)} sites, {federation.method}")
     print(f"fingerprint: {federation.fingerprint}")
-    for name, key in sites.items():
-        print(f"  {name}: {bundle.keys.fingerprint(key)}")
+    for name, text in sites.items():
+        print(f"  {name}: {bundle.keys.fingerprint(text)}")
     print("Give this file to every site; each compares the fingerprint with you by telephone before it trains.")
+
+
+def _sites(given: list[str], post: Path | None) -> dict[str, str]:
+    """Names and public keys: as given, else those that lie in the folder that travels."""
+    sites: dict[str, str] = {}
+    for text in given:
+        name, sign, key = text.partition("=")
+        if not sign or not name.strip():
+            raise ConfigError("bad_client", f"--client {text!r}: expected NAME=KEY")
+        if name.strip() in sites:
+            raise ConfigError("bad_client", f"--client: {name.strip()!r} is named twice")
+        sites[name.strip()] = read_public(key)
+    if not sites and post is not None:
+        sites = transport.post.Post(post).public_keys()
+    if not sites:
+        raise ConfigError("clients", "no sites: name them with --client NAME=KEY, or --post a folder with their keys")
+    return sites
+
+
+def _server_key(post: Path | None) -> str:
+    """The server's public key; with a folder that travels its pair is made here, as that of a site is."""
+    if post is None:
+        raise ConfigError("no_key", "--server is missing: the server's public key, or its .pub file")
+    if not SERVER_KEY.exists():
+        keygen(SERVER_KEY, as_json=False, to=sys.stderr)
+    return bundle.keys.public_text(bundle.keys.load_private_key(SERVER_KEY))
+
+
+@app.command()
+def status(
+    post: Annotated[Path, typer.Option(help="the folder that travels: keys, agreement, uploads and replies")],
+    json: JsonOption = False,
+) -> None:
+    """Say how far a federation has come and whose turn it is, by the files in a folder; none of them is used."""
+    found = transport.post.status(transport.post.Post(post))
+    if json:
+        print_json(found)
+        return
+    title = "no agreement yet" if found["run"] is None else f"run {found['run']}, quorum {found['quorum']}"
+    columns = ("site", "key", "upload", "reply")
+    print_table(title, columns, [[row[column] for column in columns] for row in found["sites"]])
+    print(f"next: {found['next']}")
 
 
 @app.command()

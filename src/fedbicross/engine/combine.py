@@ -106,6 +106,14 @@ def referral_odds(log_probabilities: Tensor, seldom: Tensor) -> Tensor:
     return log_probabilities - log_probabilities.masked_fill(seldom, never).amax(-1, keepdim=True)
 
 
+def temper(probabilities: Tensor, temperature: float) -> Tensor:
+    """p^(1/T), renormalised over the last axis: above 1 less sure, below 1 surer; the order of classes stays."""
+    if temperature == 1:
+        return probabilities
+    powers = probabilities.pow(1 / temperature)
+    return powers / powers.sum(-1, keepdim=True)
+
+
 def refer(probabilities: Tensor, shared_logits: Tensor, referral: Tensor) -> Tensor:
     """The shared model's probabilities [B,C] for images that it is sure enough to be of a seldom class; else as given.
 

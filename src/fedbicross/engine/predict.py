@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedbicross import models
-from fedbicross.engine.combine import combine_logits, refer
+from fedbicross.engine.combine import combine_logits, refer, temper
 from fedbicross.engine.device import autocast, normalise, to_device
 from fedbicross.engine.tokens import token_sequences
 from fedbicross.errors import MethodError
@@ -86,7 +86,7 @@ def combined(predictor: Predictor, logits: Tensor) -> Tensor:
     answer = combine_logits(logits, predictor.combine, 1.0, weights, prior)
     if predictor.referral is not None:
         answer = refer(answer, logits[-1], predictor.referral.to(logits.device))
-    return answer.cpu()
+    return temper(answer, predictor.temperature).cpu()
 
 
 def _from_features(

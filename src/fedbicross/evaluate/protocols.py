@@ -17,7 +17,7 @@ from fedbicross.evaluate.names import METRICS, PROTOCOLS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PROTOCOLS", "TestSet", "compare_client", "score_client", "subsets"]
+__all__ = ["PROTOCOLS", "TestSet", "compare", "compare_client", "score_client", "subsets"]
 
 _FUNCTIONS = {
     "accuracy": metrics.accuracy,
@@ -79,14 +79,20 @@ def score_client(
 def compare_client(
     probs: NDArray[np.floating], alone: NDArray[np.floating], test: TestSet, client_index: int
 ) -> dict[str, Any] | None:
-    """A model against training alone, image by image, on the client's own test images; None where it has none.
+    """``compare`` on the client's own test images."""
+    mask = test.owner == client_index
+    return compare(probs[mask], alone[mask], test.labels[mask])
+
+
+def compare(
+    probs: NDArray[np.floating], alone: NDArray[np.floating], labels: NDArray[np.integer]
+) -> dict[str, Any] | None:
+    """A model against training alone, image by image; None where there are no images.
 
     ``{"images": n, "lost": alone was right and this is wrong, "won": the reverse, "interval": [low, high]}``, the last
     being that of the difference in accuracy (`metrics.paired_interval`).
     """
-    mask = test.owner == client_index
-    labels = test.labels[mask]
-    ours, theirs = metrics.predicted(probs[mask]) == labels, metrics.predicted(alone[mask]) == labels
+    ours, theirs = metrics.predicted(probs) == labels, metrics.predicted(alone) == labels
     lost, won = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
     interval = metrics.paired_interval(lost, won, len(labels))
     if interval is None:

@@ -113,9 +113,13 @@ class Method(ABC, Generic[ConfigT]):
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """At the client: the model that it will use."""
 
-    def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
-        """What the client would use by itself, from which a gate starts, and which of its images were kept from it."""
-        return parts.local.own_model(client, ctx, self.loss), ctx.validation_rows(client)
+    def alone(self, client: Client, ctx: Context) -> Predictor:
+        """What the client would use by itself: what a gate starts from, and what taking part is measured against."""
+        return parts.local.own_model(client, ctx, self.loss)
+
+    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
+        """Which of the client's images were kept from its training, alone and by this method."""
+        return ctx.validation_rows(client)
 
     def check_upload(self, upload: Upload) -> None:
         """At the server, before ``fuse``: refuse an upload of a stranger that makes no sense for this method.

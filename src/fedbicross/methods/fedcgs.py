@@ -73,9 +73,13 @@ class FedCGS(Method[FedCGSConfig]):
         """The class counts behind the head, so that the client can take the prior out of it."""
         return True
 
-    def alone(self, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
+    def alone(self, client: Client, ctx: Context) -> Predictor:
         """The client's own classifier on the same features."""
         return parts.heads.alone_on(self.config, client, ctx)
+
+    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
+        """Those that its classifier does not learn from."""
+        return parts.heads.held_back(client, ctx)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Counts, class sums and Σ f fᵀ in float64."""

@@ -139,6 +139,10 @@ class Primum(Method[PrimumConfig]):
         """What it uploads, and what it starts from at the client."""
         return (*super().local_baselines, *(["local_only:both"] if self.config.own == "both" else []))
 
+    def alone(self, client: Client, ctx: Context) -> Predictor:
+        """What the gate starts from."""
+        return parts.local.own_model(client, ctx, self.config.own)
+
     @property
     def adapts_prior(self) -> bool:
         """Whether the class mix is that of the images it is asked about."""

@@ -1,3 +1,4 @@
+from . import calibration as calibration
 from . import class_mix as class_mix
 from . import costs as costs
 from . import diagnosis as diagnosis

@@ -60,7 +60,8 @@ def adapt_prior(predictor: Predictor, images: np.ndarray, device: str = "cpu", s
         raise MethodError("no_class_mix", text)
     if not len(images):
         raise MethodError("no_images", "a class mix cannot be estimated from no images")
-    uniform = replace(predictor, log_prior=None)
+    # A temperature belongs to the answers under the mix that it was fitted with.
+    uniform = replace(predictor, log_prior=None, temperature=1.0)
     answers = torch.from_numpy(uniform.probabilities(images, device, store=store))
     mix = estimate_prior(answers, torch.full((answers.shape[1],), 1 / answers.shape[1]))
-    return replace(predictor, log_prior=log_prior(len(images) * mix + 1).float())
+    return replace(uniform, log_prior=log_prior(len(images) * mix + 1).float())

@@ -68,10 +68,10 @@ def local_predictor(config: HeadConfig, client: Client, ctx: Context) -> Predict
     return Predictor(ctx.task, (config.head,), (state,), encoder=describe(config, ctx))
 
 
-def alone_on(config: EncoderConfig, client: Client, ctx: Context) -> tuple[Predictor, np.ndarray]:
-    """A classifier of the client's own on the features that another method uses, and the rows it was not trained on."""
+def alone_on(config: EncoderConfig, client: Client, ctx: Context) -> Predictor:
+    """A classifier of the client's own on the features that another method uses."""
     view = {key: getattr(config, key) for key in EncoderConfig.model_fields}
-    return local_predictor(HeadConfig(**view), client, ctx), hold_out_rows(client, ctx)[1].numpy()
+    return local_predictor(HeadConfig(**view), client, ctx)
 
 
 def hold_out_rows(client: Client, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -79,6 +79,12 @@ def hold_out_rows(client: Client, ctx: Context) -> tuple[Tensor, Tensor]:
     rng = ctx.rng("features", client.name, "validation-split")
     rows = split_validation(client.labels, client.patients, ctx.training.validation, rng)
     return torch.from_numpy(rows[0]), torch.from_numpy(rows[1])
+
+
+def held_back(client: Client, ctx: Context) -> np.ndarray:
+    """The rows for local validation alone."""
+    rows: np.ndarray = hold_out_rows(client, ctx)[1].numpy()
+    return rows
 
 
 class Fit:

@@ -74,7 +74,8 @@ class DiskStore:
     def _sweep(self, inodes: set[int]) -> None:
         """Remove the content among ``inodes`` that lost its last name."""
         for entry in os.scandir(self.root / OBJECTS) if inodes and (self.root / OBJECTS).is_dir() else ():
-            if entry.inode() in inodes and entry.stat().st_nlink == 1:
+            # Not entry.stat(): on Windows it counts no links.
+            if entry.inode() in inodes and Path(entry.path).stat().st_nlink == 1:
                 Path(entry.path).unlink(missing_ok=True)
 
 

@@ -22,16 +22,17 @@ def shift_prior(bias: Tensor, trained_on: Tensor, own: Tensor, smoothing: float 
     return torch.where(known, bias.double() + ratio, bias.double()).to(bias.dtype)
 
 
-def fit_temperature(log_probabilities: Tensor, labels: Tensor, log_prior: Tensor) -> float:
+def fit_temperature(log_probabilities: Tensor, labels: Tensor, log_prior: Tensor, flattest: float = SHARPEST) -> float:
     """τ for which p(c|x)^(1/τ) π(c), renormalised, is least surprised by the labels: Σ -log p(y|x) is lowest.
 
     ``log_probabilities`` [n,C] are those of a model without a class mix in it, ``log_prior`` [C] is the mix of the
-    labelled images. The sum is convex in 1/τ, so that a search along a line finds the one minimum.
+    labelled images. The sum is convex in 1/τ, so that a search along a line finds the one minimum, from 1/2 to
+    ``flattest``.
     """
     scores, prior = log_probabilities.double(), log_prior.double()
 
     def surprise(sharpness: float) -> float:
         return float(F.cross_entropy(sharpness * scores + prior, labels))
 
-    found = minimize_scalar(surprise, bounds=(1 / SHARPEST, SHARPEST), method="bounded", options={"xatol": 1e-6})
+    found = minimize_scalar(surprise, bounds=(1 / flattest, SHARPEST), method="bounded", options={"xatol": 1e-6})
     return 1 / float(found.x)

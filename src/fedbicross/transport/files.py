@@ -13,7 +13,7 @@ same call again goes on where a killed one stopped and a finished one costs noth
 from fedbicross.messages import MANIFESTS, file_name
 from fedbicross.transport.federation_file import FederationFile, federation_text, load_federation, new_federation
 from fedbicross.transport.server import AUDIT, Received, Refused, fuse_received, fuse_uploads, receive
-from fedbicross.transport.site import SENT, check_key, make_upload, personalize
+from fedbicross.transport.site import SENT, SiteModels, both_models, check_key, make_upload, personalize
 from fedbicross.transport.verify import open_reply, open_upload, verify_upload
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "FederationFile",
     "Received",
     "Refused",
+    "SiteModels",
+    "both_models",
     "check_key",
     "federation_text",
     "file_name",

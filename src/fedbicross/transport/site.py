@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbicross import pipeline
+from fedbicross import parts, pipeline
 from fedbicross.bundle import UPLOAD, inspect, keys, sign
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
@@ -128,6 +128,39 @@ def personalize(
             folder.store.save(name, data)
             ctx.drop_stages()
         return Predictor.unpack(data)
+
+
+@dataclass(frozen=True)
+class SiteModels:
+    """What a site ends with, both as sure as its validation images allow."""
+
+    federated: Predictor
+    alone: Predictor  # what it would have without taking part
+    calibration_images: int  # 0: there were too few, and both are as sure as they are
+
+
+def both_models(
+    federation: FederationFile,
+    client: Client,
+    reply: bytes,
+    work: Path,
+    progress: Progress | None = None,
+    *,
+    device: str = "auto",
+) -> SiteModels:
+    """``personalize``, and what it is to be measured against: what the site trained, or now trains, alone."""
+    federated = personalize(federation, client, reply, work, progress, device=device)
+    with work_folder(work) as folder:
+        ctx = _site_context(federation, client, folder, progress, device)
+        method = federation.build()
+        alone, rows = method.alone(client, ctx), method.held_back(client, ctx)
+        ctx.drop_stages()
+        images, labels = client.images[rows], client.labels[rows]
+        models = [
+            parts.calibration.calibrate(model, images, labels, ctx.device, ctx.store) for model in (federated, alone)
+        ]
+    enough = len(labels) >= parts.calibration.LEAST_IMAGES
+    return SiteModels(models[0], models[1], len(labels) if enough else 0)
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""What `client train`, `client personalize` and `client join` do alike at a hospital."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbicross import deploy, transport
+from fedbicross.cli.common import print_table, site_work
+from fedbicross.cli.show import progress
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from fedbicross.transport.federation_file import FederationFile
+
+
+@dataclass(frozen=True)
+class Site:
+    """One site of a federation on this machine."""
+
+    agreed: FederationFile
+    name: str
+    data: str
+    work: Path
+    device: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its unfinished and private work lies."""
+        return site_work(self.work, self.agreed, self.name)
+
+    def load(self) -> Any:
+        """Images to train on, and those that are held out."""
+        agreed = self.agreed
+        return transport.site_data.load_site(self.data, agreed.task, self.name, agreed.hold_out, agreed.seed)
+
+
+def train(site: Site, key: Ed25519PrivateKey, accept: Sequence[str]) -> bytes:
+    """Check the images, train, and return the bytes that may leave."""
+    client, held_out = site.load()
+    warnings = transport.site_data.check_site(client, held_out, site.agreed.classes, accept)
+    with progress() as shown:
+        for warning in warnings:
+            shown.say(f"warning: {warning}")
+        shown.say(f"{site.name}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
+        return transport.files.make_upload(site.agreed, client, key, site.folder, shown, device=site.device)
+
+
+def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str, Any]:
+    """Make the site's model from a reply, compare it with training alone on held-out images, write both; the scores."""
+    agreed = site.agreed
+    deploy.folder.check_absent(out)
+    if onnx:
+        deploy.graphs.require_onnx()
+    transport.files.open_reply(agreed, reply, site.name)  # before images are read, which may take minutes
+    client, held_out = site.load()
+    with progress() as shown:
+        made = transport.files.both_models(agreed, client, reply, site.folder, shown, device=site.device)
+    federated, alone = (model.probabilities(held_out.images) for model in (made.federated, made.alone))
+    scores = deploy.compare.both(federated, alone, held_out.labels)
+    method = agreed.build()
+    sent = site.folder / transport.files.SENT
+    origin = deploy.folder.Origin(
+        kind="federation",
+        client=site.name,
+        run=agreed.run,
+        method=agreed.method,
+        leaves=method.upload_summary,
+        upload_bytes=sent.stat().st_size if sent.is_file() else None,
+        train_images=len(client.labels),
+        hold_out=agreed.hold_out,
+        seed=agreed.seed,
+        settings=method.config.model_dump(),
+        training=agreed.training.model_dump(),
+    )
+    finished = deploy.folder.Finished(made.federated, origin, made.alone, made.calibration_images, scores)
+    deploy.folder.write_model(out, finished, onnx=onnx)
+    return scores
+
+
+def print_scores(title: str, scores: dict[str, Any]) -> None:
+    """Both models side by side, and which one to keep."""
+    names = {"test": "federated", "alone": "trained alone"}
+    tests = {name: scores[key] for key, name in names.items() if scores[key]}
+    if tests:
+        images = ("images", *(f"{test['images']:,}" for test in tests.values()))
+        print_table(title, ("metric", *tests), [images, *deploy.card.metric_rows(*tests.values())])
+    if scores["comparison"] or not tests:
+        for line in deploy.compare.advice(scores["comparison"]):
+            print(line)

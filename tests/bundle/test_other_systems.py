@@ -1,0 +1,64 @@
+"""What other systems lack (Windows: links by name, sparse files, modes) is done without, here by taking it away."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedbicross.bundle import audit, keys, read_file
+from fedbicross.errors import ConfigError, RunError, UploadError
+from fedbicross.messages import file_name
+from fedbicross.runs.store import DiskStore
+
+POSIX_ONLY = ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_DIRECTORY", "SEEK_HOLE", "SEEK_DATA", "fchmod")
+
+
+@pytest.fixture
+def poorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in POSIX_ONLY:
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr(keys, "POSIX", False)
+
+
+@pytest.mark.usefixtures("poorer")
+def test_files_keys_and_logs_without_what_only_posix_has(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"content")
+    assert read_file(file) == b"content"
+    key = keys.generate_key()
+    keys.save_private_key(tmp_path / "a.key", key)
+    (tmp_path / "a.key").chmod(0o644)  # as such a system shows every file
+    assert keys.public_text(keys.load_private_key(tmp_path / "a.key")) == keys.public_text(key)
+    audit.append(tmp_path / "log", {"what": "test"})
+    assert audit.verify(tmp_path / "log").entries == 1
+
+
+@pytest.mark.usefixtures("poorer")
+def test_links_are_refused_there_too(tmp_path: Path) -> None:
+    for name, content in (("real.safetensors", b"content"), ("real.log", b"")):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / f"link-{name}").symlink_to(tmp_path / name)
+    with pytest.raises(UploadError, match="link"):
+        read_file(tmp_path / "link-real.safetensors")
+    with pytest.raises(ConfigError, match="link"):
+        keys.load_private_key(tmp_path / "link-real.safetensors")
+    with pytest.raises(RunError, match="link"):
+        audit.append(tmp_path / "link-real.log", {"what": "test"})
+
+
+def test_a_store_counts_links_where_listing_a_folder_does_not(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    store.save("a", b"one")
+    store.save("b", b"one")
+    store.drop("a")
+    assert store.load("b") == b"one" and len(list((tmp_path / "objects").iterdir())) == 1
+    store.drop("b")
+    assert not list((tmp_path / "objects").iterdir())
+
+
+@pytest.mark.parametrize("name", ["con", "NUL", "com1", "aux.site"])
+def test_no_file_is_named_like_a_device(name: str) -> None:
+    assert file_name(name).startswith("client.") and file_name(name) != file_name(name + "x")
+    assert file_name(f"{name.partition('.')[0]}sole") == f"{name.partition('.')[0]}sole"

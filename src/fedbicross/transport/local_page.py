@@ -21,7 +21,7 @@ from fedbicross.errors import RunError
 
 SECONDS = 15  # that one request may take
 MAX_BODY = 1000  # bytes of an answer
-ANSWERS = {"yes": True, "no": False}
+ANSWERS = {b"answer=yes": "yes", b"answer=no": "no"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
     "frame-ancestors 'none'; base-uri 'none'",
@@ -99,11 +99,11 @@ class Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()) or int(length) > MAX_BODY:
             self._send(413, b"")
             return
-        answer = self.rfile.read(int(length)).decode("ascii", "replace").removeprefix("answer=")
-        if answer not in ANSWERS or self.server.answered.is_set():
+        answer = ANSWERS.get(self.rfile.read(int(length)))
+        if answer is None or self.server.answered.is_set():
             self._send(400, b"")
             return
-        self.server.answer = ANSWERS[answer]
+        self.server.answer = answer == "yes"
         self._send(200, self.server.page(answer))
         self.server.answered.set()
 

@@ -56,13 +56,15 @@ def view(data: bytes, name: str, agreed: FederationFile | None) -> dict[str, Any
     upload = header.kind == "upload"
     rows = dict(describe_bundle.words(data, header, agreed))
     checked = rows.pop("checked")
-    leaves, used = "It is the one file that leaves this site. Nothing else does.", "Your model will be made of it."
+    leaves = "Beside your public key it is the only file that leaves this site."
+    used = "It is the server's reply to this site. Your model will be made of it."
+    whole = "signed by this site, of this run, and whole; it holds what the method needs and nothing else"
     return {
         "name": name,
         "title": "May this file leave?" if upload else "May this file be used?",
-        "about": leaves if upload else f"It is the server's reply to this site. {used}",
+        "about": leaves if upload else used,
         "yes": "Yes, it may leave" if upload else "Yes, use it",
-        "checked": checked,
+        "checked": checked if checked != "ok" else f"Checked: {whole if upload else 'signed by the server, whole'}.",
         "state": "good" if checked == "ok" else "unknown" if agreed is None else "bad",
         "rows": list(rows.items()),
         "tensors": describe_bundle.tensor_rows(data, header),

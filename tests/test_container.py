@@ -1,0 +1,31 @@
+"""The container file cannot be built in a test; what it names has to exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+from cli.console import call
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+
+
+def test_what_the_container_file_names_exists() -> None:
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.MULTILINE)
+    assert stages == [("python:3.12-slim", "site"), ("site", "server")]
+    for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {extra for group in re.findall(r"\[([a-z,]+)\]'", TEXT) for extra in group.split(",")}
+    assert extras == {"dicom", "nifti", "onnx", "flower"} and extras <= project["optional-dependencies"].keys()
+
+
+def test_its_commands_are_ours_and_nobody_is_root() -> None:
+    for command in re.findall(r"^CMD (.*)$", TEXT, re.MULTILINE):
+        assert call(*json.loads(command)).code == 0
+    assert re.findall(r"^USER (.*)$", TEXT, re.MULTILINE)[-1] == "fedbicross"
+    assert re.findall(r"^ENTRYPOINT (.*)$", TEXT, re.MULTILINE) == ['["fedbicross"]']

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedbicross import pipeline
+from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.errors import MethodError
 from fedbicross.federation import records, simulate
@@ -60,6 +61,23 @@ def test_its_own_uploads_pass_the_door_of_the_server(spec: str, shared: Context)
             assert upload.class_counts is None, "sends class counts that nobody asked for"
         if "num_samples" not in method.needs:
             assert upload.num_samples is None, "sends its size though nobody asked for it"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_client_has_alone(name: str, shared: Context) -> None:
+    """A model of the same kind that nobody else had a part in; some images are kept from it."""
+    method, client = create(name, TINY_METHODS), tiny_clients(1)[0]
+    own = method.alone(client, shared)
+    validate.check_predictor(own)
+    on_features = "encoder" in type(method.config).model_fields
+    assert (own.encoder is not None) == on_features
+    rows = method.held_back(client, shared)
+    assert 0 < len(rows) < len(client.labels) and len(set(rows.tolist())) == len(rows)
+    if on_features:
+        expected = create("local_head", TINY_METHODS).held_back(client, shared)
+    else:
+        expected = shared.validation_rows(client)
+    assert np.array_equal(rows, expected)
 
 
 @pytest.mark.parametrize("spec", method_names())

@@ -521,3 +521,9 @@ def test_the_server_counts_the_passes_of_every_network(spec: str, uploads: list[
     inverted = 6 * config.batch * config.steps * 2 * by
     labelled = config.batch * math.ceil(config.steps_distil / config.reuse)  # a page of what is needed
     assert ctx.record.flops == (inverted + 3 * labelled + 3 * config.batch * config.steps_distil) * one
+
+
+@pytest.mark.parametrize(("spec", "own"), [("primum", "both"), ("primum:one_network", "balanced")])
+def test_it_is_measured_against_what_its_gate_starts_from(spec: str, own: str, trained: Context) -> None:
+    client = uneven()[0]
+    assert create(spec, TINY_METHODS).alone(client, trained).pack() == own_model(client, trained, own).pack()

@@ -12,20 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedbicross import models
 from fedbicross.bundle import audit, keys, sign
-from fedbicross.context import Silent
+from fedbicross.context import Context, Silent
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
+from fedbicross.parts.calibration import calibrate
 from fedbicross.transport import files
 from fedbicross.transport.federation_file import CountPolicy
 from fedbicross.transport.site import apply_counts
 from fedbicross.transport.verify import counts_agree
+from fedbicross.transport.work import say_warnings
 from small import TINY_METHODS, packed_unchecked
 from transport.sites import NAMES, Sites, make_sites
 
@@ -496,10 +499,12 @@ import sys, torch
 torch.set_num_threads(int(sys.argv[2]))
 from pathlib import Path
 from fedbicross.bundle import keys
+from fedbicross.parts.calibration import calibrate
 from fedbicross.transport import files
 from fedbicross.transport.federation_file import CountPolicy
 from fedbicross.transport.site import apply_counts
 from fedbicross.transport.verify import counts_agree
+from fedbicross.transport.work import say_warnings
 import fedbicross.context as context
 folder = Path(sys.argv[1])
 federation = files.load_federation(folder / "federation.toml")
@@ -579,3 +584,42 @@ def test_a_new_key_signs_again_without_training(tmp_path: Path) -> None:
     assert data != old and not said.begun
     assert files.verify_upload(changed, data).client == client.name
     assert code(UploadError, files.verify_upload, changed, old) == "unknown_key"
+
+
+def test_a_site_is_told_only_what_it_can_change(tmp_path: Path) -> None:
+    """What a method advises about its settings is for whoever agreed on them, not for one site."""
+    said, ctx = Said(), Context(make_sites().federation.task)
+    ctx.progress = said
+    found = ["the personal model is worse; raise delta or epochs_personal", "no images of b; add some", "short; delta"]
+    ctx.store.save("records/personalize/x.json", json.dumps({"warnings": found}).encode())
+    say_warnings(ctx, "personalize", "x", {"delta", "epochs_personal"})
+    assert said.lines == ["note: the personal model is worse", "note: no images of b; add some", "note: short"]
+    say_warnings(ctx, "personalize", "x")
+    assert said.lines[3:] == [f"note: {text}" for text in found]
+
+
+def test_both_models_of_a_site(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    """The federated one as ``personalize`` gives it, the other as the site would have it alone."""
+    sites, uploads = trained
+    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    client = sites.clients[0]
+    made = files.both_models(sites.federation, client, replies[client.name], tmp_path / "site")
+    plain = files.personalize(sites.federation, client, replies[client.name], tmp_path / "site")
+    own = sites.federation.build().alone(client, sites.simulation())
+    assert (made.federated.pack(), made.alone.pack()) == (plain.pack(), own.pack())
+    assert made.calibration_images == 0, "two validation images are too few"
+
+
+def test_both_models_are_calibrated_on_the_same_images(tmp_path: Path) -> None:
+    sites = make_sites()
+    large = [replace(c, images=np.repeat(c.images, 6, 0), labels=np.repeat(c.labels, 6)) for c in sites.clients]
+    sites = replace(sites, clients=large)
+    uploads = upload_all(sites, tmp_path)
+    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    client, ctx = large[0], sites.simulation()
+    rows = ctx.validation_rows(client)
+    made = files.both_models(sites.federation, client, replies[client.name], tmp_path / client.name)
+    assert made.calibration_images == len(rows) >= 10
+    for model in (made.federated, made.alone):
+        expected = calibrate(replace(model, temperature=1.0), client.images[rows], client.labels[rows])
+        assert model.temperature == expected.temperature != 1.0

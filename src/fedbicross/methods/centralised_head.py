@@ -29,6 +29,10 @@ class CentralisedHead(Method[HeadConfig]):
     uses_local_models = False
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network
 
+    def alone(self, client: Client, ctx: Context) -> Predictor:
+        """The client's own classifier on the same features."""
+        return parts.heads.local_predictor(self.config, client, ctx)
+
     def held_back(self, client: Client, ctx: Context) -> np.ndarray:
         """Those that its classifier does not learn from."""
         return parts.heads.held_back(client, ctx)

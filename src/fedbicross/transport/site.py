@@ -48,7 +48,7 @@ def make_upload(
             return kept
         name = f"{SCOPE}/{file_name(client.name)}"
         upload = pipeline.make_upload(federation.build(), client, ctx, name)
-        say_warnings(ctx, "upload", name)
+        say_warnings(ctx, "upload", name, _agreed_settings(federation))
         upload = replace(apply_counts(federation.class_counts, upload), run_id=federation.run)
         data = sign(upload.pack(), key)
         verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
@@ -123,11 +123,16 @@ def personalize(
             verb = f"{SCOPE}/{file_name(client.name)}"
             with _naming_bad_replies():
                 predictor = pipeline.personalize(federation.build(), client, opened, ctx, verb)
-            say_warnings(ctx, "personalize", verb)
+            say_warnings(ctx, "personalize", verb, _agreed_settings(federation))
             data = predictor.pack()
             folder.store.save(name, data)
             ctx.drop_stages()
         return Predictor.unpack(data)
+
+
+def _agreed_settings(federation: FederationFile) -> frozenset[str]:
+    """What no site can change alone."""
+    return frozenset({*type(federation.build().config).model_fields, *type(federation.training).model_fields})
 
 
 @dataclass(frozen=True)

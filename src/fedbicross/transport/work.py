@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,8 +69,13 @@ def make_context(federation: FederationFile, folder: RunFolder, progress: Progre
     )
 
 
-def say_warnings(ctx: Context, verb: str, name: str) -> None:
-    """What a verb that has just ended wants a person to know, from its record."""
+def say_warnings(ctx: Context, verb: str, name: str, agreed: Collection[str] = ()) -> None:
+    """What a verb that has just ended wants a person to know, from its record.
+
+    ``agreed`` are names of settings that this person cannot change: advice that names one is left out.
+    """
     record = json.loads(ctx.store.load(f"records/{verb}/{name}.json") or b"{}")
     for warning in record.get("warnings", ()):
-        ctx.progress.say(f"note: {warning}")
+        what, _, advice = warning.rpartition("; ")
+        out_of_reach = what and not set(re.findall(r"\w+", advice)).isdisjoint(agreed)
+        ctx.progress.say(f"note: {what if out_of_reach else warning}")

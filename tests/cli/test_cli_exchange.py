@@ -517,6 +517,23 @@ def test_a_federation_s_model_is_exported(finished: Path, tmp_path: Path) -> Non
     )
 
 
+GOOD_COMPARISON = {"images": 5, "won": 1, "lost": 0, "interval": [-0.1, 0.3], "keep": "alone", "learned": True}
+ODD_SETTINGS: list[tuple[str, Any]] = [
+    ("origin", {}),
+    ("origin", {"hold_out": "x", "seed": 0}),
+    ("test", [1]),
+    ("test", {"images": "many"}),
+    ("alone", {"images": 3}),
+    ("comparison", ["federated"]),
+    ("comparison", {**GOOD_COMPARISON, "interval": [1]}),
+    ("comparison", {**GOOD_COMPARISON, "images": 0}),
+    ("comparison", {**GOOD_COMPARISON, "won": float("nan")}),
+    ("calibration_images", "ten"),
+    ("alone_sha256", 7),
+    ("schema", 1),
+]
+
+
 def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(finished / "north" / "model", tmp_path / "model"))
     image = finished / "north" / "images" / "monocyte" / "000.png"
@@ -525,10 +542,14 @@ def test_a_changed_model_is_not_used(finished: Path, tmp_path: Path) -> None:
     assert "error[digest]" in call("client", "predict", image, "--model", model).err
     (model / "model.safetensors").write_bytes(data)
     settings = json.loads((model / "config.json").read_text())
-    for broken in ({}, [], {**settings, "origin": {}}, {**settings, "origin": {"hold_out": "x", "seed": 0}}):
+    odd = [{}, [], *({**settings, key: value} for key, value in ODD_SETTINGS)]
+    for broken in odd:
         (model / "config.json").write_text(json.dumps(broken))
-        assert "error[no_model]" in call("client", "predict", image, "--model", model).err
-        assert "error[no_model]" in call("client", "evaluate", "--data", image.parents[1], "--model", model).err
+        for words in (("predict", image), ("evaluate", "--data", image.parents[1])):
+            outcome = call("client", *words, "--model", model)
+            assert "error[no_model]" in outcome.err, (broken, outcome.err)
+        outcome = call("export", model, "--out", tmp_path / "out")
+        assert "error[no_model]" in outcome.err and not (tmp_path / "out").exists()
     assert call("client", "predict", image, "--model", tmp_path / "nowhere").code == 5
 
 

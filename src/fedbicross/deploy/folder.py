@@ -164,12 +164,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``."""
     file = folder / SETTINGS
     try:
-        found = json.loads(read_file(file, Limits(max_bytes=MAX_SETTINGS)))
+        found = json.loads(read_file(file, Limits(max_bytes=MAX_SETTINGS)), parse_constant=_no_number)
         origin, digests = found["origin"], (found["model_sha256"], found["alone_sha256"] or "")
         usable = *(isinstance(text, str) for text in digests), 0 <= origin["hold_out"] < 1, type(origin["seed"]) is int
         if found["schema"] != SCHEMA or not all(usable):
             raise ValueError
-    except (UploadError, ValueError, KeyError, TypeError, RecursionError):
+        Origin(**origin)
+        deploy.card.card(found)  # whatever is asked of it later can be shown
+    except (UploadError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UploadError("no_model", f"{folder} holds no model of fedbicross (no readable {SETTINGS})") from None
     return dict(found)
 
@@ -177,14 +179,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_finished(folder: Path) -> Finished:
     """A folder read back whole, to be exported again."""
     settings = read_settings(folder)
-    try:
-        origin = Origin(**settings["origin"])
-        scores = {key: settings[key] for key in ("test", "alone", "comparison")}
-        count = int(settings["calibration_images"])
-    except (KeyError, TypeError, ValueError):
-        raise UploadError("no_model", f"{folder} holds no model of fedbicross (no readable {SETTINGS})") from None
     alone = load_model(folder, alone=True) if settings["alone_sha256"] else None
-    return Finished(load_model(folder), origin, alone, count, scores)
+    scores = {key: settings[key] for key in ("test", "alone", "comparison")}
+    origin = Origin(**settings["origin"])
+    return Finished(load_model(folder), origin, alone, settings["calibration_images"], scores)
 
 
 def own_model(finished: Finished) -> Finished:
@@ -198,6 +196,10 @@ def own_model(finished: Finished) -> Finished:
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def _sha256(data: bytes) -> str:

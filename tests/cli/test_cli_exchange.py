@@ -482,9 +482,9 @@ def test_the_model_trained_alone_can_be_used(finished: Path, tmp_path: Path) -> 
     rows = list(csv.DictReader((tmp_path / "alone.csv").read_text().splitlines()))
     found = np.array([[float(row[name]) for name in CLASSES] for row in rows])
     assert np.allclose(found, own.probabilities(read_files(files, TASK)), atol=2e-6)
-    keep = json.loads((model / "config.json").read_text())["comparison"]["keep"]
+    settings = json.loads((model / "config.json").read_text())
     said = ok("predict", files[0], "--model", model).err
-    assert ("--alone" in said) == (keep == "alone")
+    assert ("--alone" in said) == (settings["comparison"]["keep"] == "alone" and not settings["comparison"]["same"])
     scores = ok("client", "evaluate", "--model", model, "--data", data, "--json").json()
     right = own.probabilities(held_out.images).argmax(1) == held_out.labels
     assert scores["alone"]["accuracy"] == float(right.mean())
@@ -517,7 +517,15 @@ def test_a_federation_s_model_is_exported(finished: Path, tmp_path: Path) -> Non
     )
 
 
-GOOD_COMPARISON = {"images": 5, "won": 1, "lost": 0, "interval": [-0.1, 0.3], "keep": "alone", "learned": True}
+GOOD_COMPARISON = {
+    "images": 5,
+    "won": 1,
+    "lost": 0,
+    "interval": [-0.1, 0.3],
+    "keep": "alone",
+    "learned": True,
+    "same": False,
+}
 ODD_SETTINGS: list[tuple[str, Any]] = [
     ("origin", {}),
     ("origin", {"hold_out": "x", "seed": 0}),

@@ -84,7 +84,7 @@ def test_the_whole_way(sites: Path) -> None:
     for name in SITES:
         with chdir(sites / name):
             done = join_as(name)
-            assert done.code == 0 and "Keep the " in done.out and "finished: model" in done.out, done.err
+            assert done.code == 0 and "Keep " in done.out and "finished: model" in done.out, done.err
             comparison = json.loads(Path("model/config.json").read_text())["comparison"]
             assert comparison["keep"] in ("federated", "alone")
             before = snapshot(Path("model"))

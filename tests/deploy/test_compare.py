@@ -29,7 +29,6 @@ def both(federated: int, alone: int, images: int = 90) -> dict[str, object]:
         (50, 80, "alone", "Taking part harmed. Keep the model trained alone"),
         (62, 60, "alone", "It cannot be told whether taking part helped. Keep the model trained alone"),
         (60, 62, "alone", "It cannot be told"),
-        (60, 60, "alone", "It cannot be told"),
     ],
 )
 def test_the_federated_model_has_to_be_better_beyond_chance(federated: int, alone: int, keep: str, said: str) -> None:
@@ -37,10 +36,21 @@ def test_the_federated_model_has_to_be_better_beyond_chance(federated: int, alon
     won, lost = max(federated - alone, 0), max(alone - federated, 0)
     assert found == {
         "images": 90, "won": won, "lost": lost, "interval": list(paired_interval(lost, won, 90)), "keep": keep,
-        "learned": True,
+        "learned": True, "same": False,
     }  # fmt: skip
     words = " ".join(compare.advice(found))
     assert said in words and f"{100 * (federated - alone) / 90:+.1f} points" in words
+
+
+def test_a_method_that_left_the_site_its_own_model() -> None:
+    found = both(60, 60)["comparison"]
+    assert found["same"] and compare.advice(found) == [
+        "Taking part changed nothing: both models score alike on 90 images. Keep either."
+    ]
+    labels = np.arange(90) % CLASSES
+    sure = answers(labels, 60)
+    unsure = np.sqrt(sure) / np.sqrt(sure).sum(1, keepdims=True)
+    assert not compare.both(sure, unsure, labels)["comparison"]["same"], "as often right, but not as sure"
 
 
 def test_nothing_was_learned() -> None:

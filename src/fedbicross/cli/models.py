@@ -113,7 +113,7 @@ def _of_folder(path: Path, alone: bool) -> Predictor:
     predictor = deploy.folder.load_model(path, alone)
     if path.is_dir() and not alone:
         comparison = deploy.folder.read_settings(path).get("comparison") or {}
-        if comparison.get("keep") == deploy.compare.ALONE:
+        if comparison.get("keep") == deploy.compare.ALONE and not comparison["same"]:
             _note("nothing shows that the federated model is the better one for this site; --alone uses the other")
     return predictor
 

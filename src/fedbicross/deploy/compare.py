@@ -46,14 +46,15 @@ def judge(
     """Which of two models to keep, by their paired comparison and the scores of each; None where one is missing.
 
     The federated one has to be better beyond chance: nothing else would be a reason to trust what others made.
-    ``learned`` is whether the kept one is right more often than the most frequent class.
+    ``learned`` is whether the kept one is right more often than the most frequent class, ``same`` whether all scores
+    are equal, as where a method left the site its own model.
     """
     if paired is None or test is None or alone is None:
         return None
     keep = FEDERATED if paired["interval"][0] > 0 else ALONE
     counts = (test if keep == FEDERATED else alone)["confusion"]
     right = sum(row[place] for place, row in enumerate(counts))
-    return {**paired, "keep": keep, "learned": right > max(map(sum, counts))}
+    return {**paired, "keep": keep, "learned": right > max(map(sum, counts)), "same": dict(test) == dict(alone)}
 
 
 def advice(found: Mapping[str, Any] | None) -> list[str]:
@@ -71,7 +72,9 @@ def advice(found: Mapping[str, Any] | None) -> list[str]:
         f"of {images:,} images {won:,} are named rightly by the federated model alone and {lost:,} by the other alone "
         f"({_points(difference)} points of accuracy, 95 % interval {_points(low)} to {_points(high)})"
     )
-    if found["keep"] == FEDERATED:
+    if found["same"]:
+        said = [f"Taking part changed nothing: both models score alike on {images:,} images. Keep either."]
+    elif found["keep"] == FEDERATED:
         said = [f"Taking part helped. Keep {NAMES[FEDERATED]}: {numbers}."]
     elif high < 0:
         said = [f"Taking part harmed. Keep {NAMES[ALONE]}: {numbers}."]

@@ -115,11 +115,14 @@ class Method(ABC, Generic[ConfigT]):
 
     def alone(self, client: Client, ctx: Context) -> Predictor:
         """What the client would use by itself: what a gate starts from, and what taking part is measured against."""
+        if isinstance(self.config, EncoderConfig):
+            return parts.heads.alone_on(self.config, client, ctx)
         return parts.local.own_model(client, ctx, self.loss)
 
     def held_back(self, client: Client, ctx: Context) -> np.ndarray:
         """Which of the client's images were kept from its training, alone and by this method."""
-        return ctx.validation_rows(client)
+        on_features = isinstance(self.config, EncoderConfig)
+        return parts.heads.held_back(client, ctx) if on_features else ctx.validation_rows(client)
 
     def check_upload(self, upload: Upload) -> None:
         """At the server, before ``fuse``: refuse an upload of a stranger that makes no sense for this method.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fedbicross import parts
 from fedbicross.context import Context
@@ -11,9 +10,6 @@ from fedbicross.errors import MethodError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import HeadConfig
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class CentralisedHead(Method[HeadConfig]):
@@ -28,14 +24,6 @@ class CentralisedHead(Method[HeadConfig]):
     upload_summary = "Every image and label: not federated, shown only as an upper bound."
     uses_local_models = False
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network
-
-    def alone(self, client: Client, ctx: Context) -> Predictor:
-        """The client's own classifier on the same features."""
-        return parts.heads.local_predictor(self.config, client, ctx)
-
-    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
-        """Those that its classifier does not learn from."""
-        return parts.heads.held_back(client, ctx)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Refused: pooling images is what a federation exists to avoid."""

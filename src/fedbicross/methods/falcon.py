@@ -21,7 +21,6 @@ from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.parts.settings import SequenceConfig
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from fedbicross.models.encoders import EncoderSpec
@@ -114,14 +113,6 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         "lr_global": 1e-3,
         "batch_global": 64,
     }
-
-    def alone(self, client: Client, ctx: Context) -> Predictor:
-        """The client's own classifier on the same features."""
-        return parts.heads.local_predictor(self.config, client, ctx)
-
-    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
-        """Those that its classifier does not learn from."""
-        return parts.heads.held_back(client, ctx)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -21,8 +21,6 @@ from fedbicross.methods.base import Method
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from fedbicross.steps.sufficient_statistics import Statistics
 
 
@@ -72,14 +70,6 @@ class FedCGS(Method[FedCGSConfig]):
     def reply_serves_gate(self) -> bool:
         """The class counts behind the head, so that the client can take the prior out of it."""
         return True
-
-    def alone(self, client: Client, ctx: Context) -> Predictor:
-        """The client's own classifier on the same features."""
-        return parts.heads.alone_on(self.config, client, ctx)
-
-    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
-        """Those that its classifier does not learn from."""
-        return parts.heads.held_back(client, ctx)
 
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """Counts, class sums and Σ f fᵀ in float64."""

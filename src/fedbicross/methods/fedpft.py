@@ -19,7 +19,6 @@ from fedbicross.methods.base import Method, SyntheticFeatures
 from fedbicross.parts.settings import PooledConfig
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from fedbicross.models.encoders import EncoderSpec
@@ -88,14 +87,6 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     def reply_serves_gate(self) -> bool:
         """The class counts behind the head, so that the client can take the prior out of it."""
         return True
-
-    def alone(self, client: Client, ctx: Context) -> Predictor:
-        """The client's own classifier on the same features."""
-        return parts.heads.alone_on(self.config, client, ctx)
-
-    def held_back(self, client: Client, ctx: Context) -> np.ndarray:
-        """Those that its classifier does not learn from."""
-        return parts.heads.held_back(client, ctx)
 
     @property
     def upload_summary(self) -> str:

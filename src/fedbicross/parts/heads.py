@@ -69,7 +69,9 @@ def local_predictor(config: HeadConfig, client: Client, ctx: Context) -> Predict
 
 
 def alone_on(config: EncoderConfig, client: Client, ctx: Context) -> Predictor:
-    """A classifier of the client's own on the features that another method uses."""
+    """A classifier of the client's own on the features of a method, by its settings where it has any for one."""
+    if isinstance(config, HeadConfig):
+        return local_predictor(config, client, ctx)
     view = {key: getattr(config, key) for key in EncoderConfig.model_fields}
     return local_predictor(HeadConfig(**view), client, ctx)
 

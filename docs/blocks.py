@@ -51,12 +51,19 @@ def _results(run: str, page: Path, root: Path, full: bool) -> str:
         f"Data: {data['name']}, {data['train_images']:,} training and {data['test_images']:,} test images; "
         f"{len(next(iter(results['clients'].values())))} clients ({partition['kind']}{skew}); "
         f"model {config['model']}; seed {seeds}; fedbicross {versions['fedbicross']}, torch {versions['torch']}, "
-        f"{versions['threads']} threads on {versions['device']}; rows_sha256 `{results['rows_sha256'][:16]}…`."
+        f"{versions['threads']} threads on {_processor(versions)}; rows_sha256 `{results['rows_sha256'][:16]}…`."
     )
     headline = judge(results, summarise(results)).headline
     notes = "".join(f"\nNote: {warning}.\n" for warning in results["warnings"])
     shown = markdown(results) if full else without_columns(markdown(results), LESSER)
     return f"**{headline}**\n\n{shown}{notes}\n{source}"
+
+
+def _processor(versions: Mapping[str, Any]) -> str:
+    """What it ran on; older results say no more than "cpu"."""
+    if versions["device"] != "cpu" or "cpu" not in versions:
+        return str(versions["device"])
+    return f"{versions['cpu']} ({versions['cpu_capability']})"
 
 
 def without_columns(text: str, titles: Iterable[str]) -> str:
@@ -383,9 +390,10 @@ def _models(_: str, page: Path, root: Path) -> str:
 
 
 def _example(name: str, page: Path, root: Path) -> str:
-    """The code of an example below its docstring."""
+    """The code of an example below its docstring, without the marks of cells and what is only for notebooks."""
     text = (root / "examples" / f"{name}.py").read_text(encoding="utf-8")
-    code = text.split('"""', 2)[2].strip()
+    cells = re.split(r"^# %%(.*)\n", text.split('"""', 2)[2], flags=re.MULTILINE)[1:]
+    code = "\n\n".join(cell.strip() for mark, cell in zip(cells[::2], cells[1::2], strict=True) if not mark.strip())
     return f"```python\n{code}\n```\n\nThis is [`examples/{name}.py`]({link(root / 'examples' / f'{name}.py', page)})."
 
 
@@ -410,6 +418,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "suite": measured.suite,
     "house": measured.house,
     "threads": measured.threads,
+    "kernels": measured.kernels,
     "primum-cells": measured.primum_cells,
     "primum-development": measured.primum_development,
     "primum-levels": measured.primum_levels,

@@ -485,3 +485,49 @@ def house(_: str, page: Path, root: Path) -> str:
     changes = " and ".join(f"`{kind}` by {parts['rebuild']:+,} ({parts['others']:+,})" for kind, parts in by.items())
     said = f"Commits of the rebuild changed {changes} lines, in brackets all others."
     return f"{table(header, rows, 'lrrrr')}\n\n{said} Raw numbers: [`house.json`]({link(file, page)})."
+
+
+def kernels(how: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.kernels`: the same run under other kernels and threads. ``short``: one sentence."""
+    file = root / "results" / "benchmarks" / "kernels.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    runs = {(run["setting"], run["seed"]): run for run in found["runs"]}
+    settings = list(dict.fromkeys(setting for setting, _ in runs))
+    seeds = sorted({seed for _, seed in runs if all((setting, seed) in runs for setting in settings)})
+    first, others = settings[0], [setting for setting in settings[1:] if not setting.endswith("again")]
+    value = {
+        (*key, row["method"], protocol): 100 * row["accuracy"][protocol]
+        for key, run in runs.items()
+        for row in run["rows"]
+        for protocol in ("matched", "global")
+    }
+    names = [(row["method"], p) for row in runs[first, seeds[0]]["rows"] for p in ("matched", "global")]
+
+    def apart(setting: str, name: tuple[str, str]) -> list[float]:
+        return [value[setting, seed, *name] - value[first, seed, *name] for seed in seeds]
+
+    if how == "short":
+        moved = sorted((abs(d), name[0]) for s in others for name in names for d in apart(s, name))
+        alone = [size for size, method in moved if method.startswith("local_only")]
+        return (
+            "A smaller run of the same kind, made under other kernels and with another number of threads: training "
+            f"alone moved by up to {alone[-1]:.1f} points, no row by more than {moved[-1][0]:.1f} (`{moved[-1][1]}`). "
+            f"[All rows]({link(root / 'docs' / 'reproduce.md', page)}#on-another-processor)."
+        )
+    rows: list[Row] = []
+    for name in names:
+        start = ", ".join(f"{value[first, seed, *name]:.1f}" for seed in seeds)
+        each = [", ".join(f"{point:+.1f}" for point in apart(setting, name)) for setting in others]
+        rows.append((f"`{name[0]}`", name[1], start, *each))
+    head = ("method", "protocol", f"{first}, %", *(f"{setting}, points" for setting in others))
+    again = [key for key in runs if key[0].endswith("again")]
+    same = all(runs[key]["rows_sha256"] == runs[first, key[1]]["rows_sha256"] for key in again)
+    config, versions = found["config"], found["versions"]
+    made = (
+        f"Seed {', '.join(map(str, seeds))}; {config['data']['train_size']:,} drawn cells, "
+        f"{config['data']['test_size']:,} test images, {config['model']}, {config['training']['epochs']} epochs; "
+        f"{versions['cpu']}, as it is with torch's {versions['cpu_capability']} kernels, torch {versions['torch']}. "
+        f"The first column made again has {'the same' if same else 'OTHER'} bytes. "
+        f"From [`kernels.json`]({link(file, page)})."
+    )
+    return f"{table(head, rows, 'll' + 'r' * (1 + len(others)))}\n\n{made}"

@@ -28,6 +28,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "what the batch-norm term of a synthesis weighs",
         "`python -m benchmarks.inversion --data-dir DIR`",
     ),
+    "benchmarks/kernels.json": (
+        "the demo's run, smaller, under other kernels and threads",
+        "`python -m benchmarks.kernels`",
+    ),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (
@@ -138,4 +142,5 @@ def _machine(found: Mapping[str, Any]) -> str:
     if not versions:
         return ""
     python = f", Python {versions['python']}" if "python" in versions else ""
-    return f"{versions['device']}, torch {versions['torch']}{python}"
+    device = versions.get("cpu", "cpu") if versions["device"] == "cpu" else versions["device"]
+    return f"{device}, torch {versions['torch']}{python}"

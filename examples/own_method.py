@@ -1,20 +1,18 @@
 """A method of your own in one file: share the trunk of the network, keep the last layer at home.
 
-``python own_method.py [images a hospital]``
+``IMAGES=40 python own_method.py`` takes forty images a hospital.
 """
 
-import sys
+# %%
+import os
 
 import fedbicross
+from fedbicross import Method, MethodConfig, Predictor, Reply, Upload
 from fedbicross.bundle import validate
-from fedbicross.context import Context, Task
-from fedbicross.engine.recipe import Training
-from fedbicross.federation import simulate
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method, MethodConfig
 from fedbicross.methods.fedavg import average
 
 
+# %%
 class KeepHead(Method[MethodConfig]):
     """The average of all trunks under each hospital's own last layer."""
 
@@ -42,14 +40,18 @@ class KeepHead(Method[MethodConfig]):
         return Predictor(ctx.task, (ctx.task.model,), ({**own, **reply.tensors},))
 
 
-count = int(sys.argv[1]) if len(sys.argv) > 1 else 300
-data = fedbicross.load_dataset("cells", train_size=3 * count, test_size=300)
-clients = [
-    Client(name, data.train.images[i::3], data.train.labels[i::3]) for i, name in enumerate(("north", "south", "west"))
-]
-task = Task(data.classes, data.image_size, data.channels, "resnet8")
-ctx = Context(task, Training(recipe="modern", epochs=4, batch_size=32))
+# %% [markdown]
+# It stands beside any other method. With `out=...` the run is kept, and `fedbicross.resume(out, methods=[KeepHead])`
+# goes on with it; an entry point of your package makes it known to the command line as well.
 
-for name, predictor in simulate(KeepHead(MethodConfig()), clients, ctx).items():
-    answers = predictor.probabilities(data.test.images).argmax(1)
-    print(f"{name}: {(answers == data.test.labels).mean():.1%} of {len(data.test)} test images")
+# %%
+count = int(os.environ.get("IMAGES", "300"))
+results = fedbicross.run(
+    "cells",
+    data={"train_size": 3 * count, "test_size": 300},
+    methods=[KeepHead, "fedavg"],
+    clients=3,
+    model="resnet8",
+    training={"recipe": "modern", "epochs": 4, "batch_size": 32},
+)
+print(results)

@@ -6,5 +6,9 @@ Importing this package is instant: the names in ``__init__.pyi`` are loaded, and
 import lazy_loader as lazy
 
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)
+__getattr__, _, __all__ = lazy.attach_stub(__name__, __file__)
 __all__ += ["__version__"]
+
+
+def __dir__() -> list[str]:
+    return __all__

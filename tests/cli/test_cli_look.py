@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from fedbicross.methods import method_names
 from fedbicross.models import MODELS
 from fedbicross.models.encoders import ENCODERS
 
-VERBS = ("demo", "run", "resume", "report", "check", "validate", "list", "data")
+VERBS = ("demo", "run", "resume", "report", "track", "check", "validate", "list", "data")
 
 
 def test_version_and_help() -> None:
@@ -36,6 +37,27 @@ def test_version_and_help() -> None:
         assert alone.code == 0 and "Usage:" in alone.out, verb
 
 
+def commands() -> list[list[str]]:
+    """Every command there is, by the words that call it."""
+    from fedbicross.cli.app import app
+
+    found = [[info.name or ""] for info in app.registered_commands]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        for info in group.typer_instance.registered_commands:
+            found.append([group.name or "", info.name or getattr(info.callback, "__name__", "").replace("_", "-")])
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_describes_every_argument_without_stray_signs(words: list[str]) -> None:
+    shown = call(*words, "--help")
+    assert shown.code == 0 and "\\" not in shown.out
+    _, _, arguments = shown.out.partition("Arguments:\n")
+    for entry in re.split(r"\n(?=  \S)", arguments.partition("\n\n")[0]) if arguments else ():
+        assert re.search(r"\s{2}[a-z`]\S* ", entry), f"{entry!r} is not described"
+
+
 def test_no_verb_at_all_shows_the_help() -> None:
     outcome = call()
     assert "Usage:" in outcome.out + outcome.err
@@ -45,21 +67,41 @@ def test_no_verb_at_all_shows_the_help() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["rnu"], "did you mean 'run'"),
+        (["rnu"], "did you mean 'run'?"),
+        (["run", "--clinets", "3"], "did you mean '--clients'?"),
         (["run", "--nope"], "--nope"),
         (["run", "--clients", "five"], "--clients"),
         (["run", "--seed", "0.5"], "--seed"),
         (["list", "things"], "things"),
         (["resume"], "folder"),
-        (["data", "shwo"], "shwo"),
+        (["data", "shwo"], "did you mean 'show'?"),
+        (["data", "show", "x", "--size", "8"], "did you mean '--image-size'?"),
     ],
 )
 def test_a_mistyped_command_is_one_line(args: list[str], words: str) -> None:
     outcome = call(*args)
     assert outcome.code == 2
     assert outcome.err.startswith("error[usage]: ") and outcome.err.count("\n") == 1
-    assert words in outcome.err.lower()
+    assert words in outcome.err.lower() and outcome.err.lower().count("did you mean") <= 1
     assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("fedbicross re", ["resume", "report"]),
+        ("fedbicross run --parti", ["--partition"]),
+        ("fedbicross run --methods fedavg,prim", [f"fedavg,{name}" for name in method_names() if "primum" in name]),
+        ("fedbicross run --model resnet1", ["resnet18"]),
+        ("fedbicross run --partition nat", ["natural"]),
+        ("fedbicross run --data cel", ["cells"]),
+        ("fedbicross list enc", ["encoders"]),
+    ],
+)
+def test_a_shell_completes(typed: str, offered: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_FEDBICROSS_COMPLETE": "complete_bash"}
+    outcome = console(env=words)
+    assert (outcome.code, outcome.out.split()) == (0, offered), outcome.err
 
 
 def test_an_unknown_verb_in_a_process_of_its_own() -> None:
@@ -159,18 +201,18 @@ def test_list(kind: str, names: list[str]) -> None:
 
 def test_data_show(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "own.npz")
-    outcome = console("data", "show", path, "--size", "8", "--grid", tmp_path / "new" / "grid.png")
+    outcome = console("data", "show", path, "--image-size", "8", "--grid", tmp_path / "new" / "grid.png")
     assert outcome.code == 0, outcome.err
     assert "own: 8 px, 3 channel(s)" in outcome.out
     assert "class-0" in outcome.out and "train     15   test      6" in outcome.out
     assert (tmp_path / "new" / "grid.png").read_bytes().startswith(b"\x89PNG")
-    found = call("data", "show", path, "--size", "8", "--json").json()
+    found = call("data", "show", path, "--image-size", "8", "--json").json()
     assert found["train"] == [15, 15] and found["test"] == [6, 6] and found["classes"] == ["class-0", "class-1"]
 
 
 def test_data_show_grid_that_cannot_be_written(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "own.npz")
-    outcome = call("data", "show", path, "--size", "8", "--grid", path / "grid.png")
+    outcome = call("data", "show", path, "--image-size", "8", "--grid", path / "grid.png")
     assert outcome.code in (2, 3, 4) and outcome.err.startswith("error[") and outcome.err.count("\n") == 1
 
 

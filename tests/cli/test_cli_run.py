@@ -28,10 +28,10 @@ def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
         assert (out / name).is_file(), name
     assert outcome.out.splitlines()[-1] == f"report: {Path('runs/run/report.html')}"
     assert "local_only" in outcome.out and "fedavg" in outcome.out and "verdict: Taking part " in outcome.out
-    assert max(map(len, outcome.out.splitlines())) <= 150
+    assert max(map(len, outcome.out.splitlines())) <= 100
     assert timeless(results(out)) == timeless(results(finished))
     lines = outcome.err.splitlines()  # progress is plain lines on standard error
-    assert "== local_only, seed 0" in lines
+    assert "== local_only, seed 0 (method 1 of 2)" in lines and lines[-1] == "all methods: 2/2"
     assert any(line.startswith("training client-0: 1/1") for line in lines)
     assert "testing fedavg: 3/3" in lines
     assert "\x1b" not in outcome.err + outcome.out and "\r" not in outcome.err
@@ -163,6 +163,48 @@ def test_report_is_written_anew(tmp_path: Path, finished: Path) -> None:
     assert [Path(text) for text in call("report", out, "--json").json()] == paths
 
 
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C when so many methods have a row."""
+    from fedbicross.runs import runner
+
+    made, rows = runner.make_row, []
+
+    def make_row(*args: Any) -> dict[str, Any]:
+        if len(rows) == after:
+            raise KeyboardInterrupt
+        rows.append(made(*args))
+        return dict(rows[-1])
+
+    monkeypatch.setattr(runner, "make_row", make_row)
+
+
+def test_a_stopped_run_names_the_command_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
+) -> None:
+    out = tmp_path / "my runs" / "first"
+    with monkeypatch.context() as patch:
+        interrupt(patch, after=1)
+        stopped = call("run", config_file(tmp_path), "--out", out)
+    assert (stopped.code, stopped.out) == (130, "")
+    assert stopped.err.splitlines()[-1] == f"stopped; `fedbicross resume '{out}'` continues the run"
+    assert call("resume", out).code == 0
+    assert timeless(results(out)) == timeless(results(finished))
+
+
+def test_stopped_before_anything_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedbicross.runs.runner.prepare", stop)
+    stopped = call("run", config_file(tmp_path), "--out", tmp_path / "out")
+    assert (stopped.code, stopped.err) == (130, "stopped; the same command again goes on\n")
+
+
+def test_images_of_another_size(tmp_path: Path) -> None:
+    args = ("run", config_file(tmp_path), "--methods", "majority", "--image-size", "12", "--out", tmp_path / "out")
+    assert call(*args, "--json").json()["dataset"]["image_size"] == 12
+
+
 def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedbicross.cli import demo
 
@@ -194,6 +236,29 @@ def test_demo_writes_a_report_and_replaces_an_earlier_demo(tmp_path: Path, monke
     assert not (out / "stale.txt").exists()
 
 
+@pytest.mark.parametrize("answer", ["y", "n", None])
+def test_a_stopped_demo_offers_to_go_on(answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbicross.cli import demo
+
+    tiny_demo(monkeypatch)
+    monkeypatch.setitem(demo.SETTINGS, "methods", ["fedavg"])
+    monkeypatch.setitem(demo.SETTINGS, "method", {})
+    out = tmp_path / "demo"
+    with monkeypatch.context() as patch:
+        interrupt(patch, after=1)
+        assert call("demo", "--out", out).code == 130
+    (out / "mark.txt").write_text("is it the same run?")
+    if answer is not None:  # somebody sits there
+        monkeypatch.setattr(demo, "somebody_is_there", lambda: True)
+        monkeypatch.setattr(demo.typer, "confirm", lambda *args, **more: answer == "y")
+    second = call("demo", "--out", out, "--json")
+    assert second.code == 0 and second.json()["complete"]
+    assert ("going on with the demo" in second.err) == (answer is None)
+    assert (out / "mark.txt").exists() == (answer != "n")
+    assert call("demo", "--out", out).code == 0
+    assert not (out / "mark.txt").exists(), "a finished one is replaced"
+
+
 def test_demo_spares_a_folder_that_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_demo(monkeypatch)
     (tmp_path / "mine").mkdir()
@@ -217,3 +282,16 @@ def test_demo_starts_in_a_process_of_its_own(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "demo" / "report.html").is_file()
+
+
+def test_track(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = call("track", finished, "--logs", tmp_path / "logs")
+    assert (outcome.code, outcome.out) == (0, f"tensorboard: {tmp_path / 'logs' / 'tiny'}\n"), outcome.err
+    assert list((tmp_path / "logs" / "tiny" / "fedavg").rglob("events.out.*"))
+    given: list[Any] = []
+    monkeypatch.setattr("fedbicross.report.track.to_mlflow", lambda *args: given.append(args) or "its id")
+    logged = call("track", finished, "--to", "mlflow", "--logs", "http://127.0.0.1:5000", "--json").json()
+    assert logged == {"to": "mlflow", "logged": "its id"}
+    assert given == [(results(finished), "http://127.0.0.1:5000", finished / "report.html")]
+    missing = call("track", tmp_path / "nowhere")
+    assert (missing.code, missing.err.startswith("error[results_missing]")) == (4, True)

@@ -10,6 +10,7 @@ import pytest
 
 import fedbicross
 from fedbicross.bundle.format import canonical_json
+from fedbicross.context import Silent
 from fedbicross.data import Dataset
 from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.report import write_report
@@ -320,3 +321,25 @@ def test_more_architectures_than_sites_in_the_data_are_refused(tmp_path: Path) -
     with pytest.raises(FedBiCrossError, match="3 architectures for 2 clients"):
         runner.run(config, tmp_path / "never", dataset=dataset)
     assert not (tmp_path / "never").exists()
+
+
+def test_days_of_work_on_a_processor_are_announced_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def say(self, message: str) -> None:
+            said.append(message)
+
+    def stop(*args: Any) -> list[dict[str, Any]]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_one_seed", stop)
+        for settings in ({"model": "resnet18", "training": {"recipe": "paper", "epochs": 100}}, {}):
+            data = {"name": "cells", "image_size": 28, "train_size": 2000, "test_size": 60}
+            with pytest.raises(KeyboardInterrupt):
+                runner.run(tiny(**{"data": data, **settings}), progress=Heard())
+            patch.setattr(runner, "PATIENCE", 600.0)
+    (warning,) = said
+    assert warning.startswith("warning: training resnet18 for 100 epochs on 2,000 images is ")
+    assert "on a CPU (at least " in warning and "--quick" in warning

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from fedbicross.errors import FedBiCrossError
+from fedbicross.errors import FedBiCrossError, nearest
 from fedbicross.waiting import wait_briefly
 
 STOPPED = 130
+
+
+class Stopped(Exception):
+    """Ctrl-C where more can be said than that the same command goes on."""
 
 
 def main() -> None:
@@ -29,12 +33,25 @@ def main() -> None:
         if "\n" in error.format_message():  # no command at all: the message is the whole help
             error.show()
             raise SystemExit(error.exit_code) from None
-        _fail(f"error[usage]: {error.format_message()}", error.exit_code)
+        _fail(f"error[usage]: {_usage(error)}", error.exit_code)
+    except Stopped as stopped:
+        _fail(str(stopped), STOPPED)
     except KeyboardInterrupt:
         status = STOPPED
     if status == STOPPED:  # also typer's own answer to Ctrl-C
-        _fail("stopped; `fedbicross resume DIR` continues a run, the same command again anything else", STOPPED)
+        _fail("stopped; the same command again goes on", STOPPED)
     raise SystemExit(status or 0)
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the words typed, and the one word that was probably meant."""
+    message = str(error.format_message())
+    said, hint, _ = message.partition("Did you mean")
+    name = getattr(error, "option_name", None) or getattr(error, "command_name", None)
+    if not hint or name is None:
+        return message
+    # click names up to three words in the order of the alphabet, and typer says so once more
+    return f"{said.rstrip(' .(')}{nearest(name, error.possibilities)}"
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from fedbicross import __version__
 from fedbicross.cli import (
@@ -22,17 +23,35 @@ from fedbicross.cli import (
     resume,
     run,
     server,
+    track,
     validate,
 )
 
 # Base of every complaint about the words typed. Typer lost its public name for it when it took click in.
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
+
+class Command(TyperCommand):
+    """Help without the backslashes that some versions of typer put before brackets."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The text after ``--help``."""
+        return super().get_help(ctx).replace("\\[", "[")
+
+
+class Group(TyperGroup):
+    """The same for several commands."""
+
+    def get_help(self, ctx: Any) -> str:
+        """The text after ``--help``."""
+        return super().get_help(ctx).replace("\\[", "[")
+
+
 app = typer.Typer(
     name="fedbicross",
+    cls=Group,
     help="One-shot, personalised federated learning for medical images: one file out of each hospital, one file back.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -58,6 +77,7 @@ app.command("run")(run.run)
 app.command("resume")(resume.resume)
 app.command("report")(report.report)
 app.command("audit")(audit.audit)
+app.command("track")(track.track)
 app.command("check")(check.check)
 app.command("validate")(validate.validate)
 app.command("predict")(models.predict)
@@ -69,3 +89,10 @@ app.add_typer(federation.app, name="federation")
 app.add_typer(client.app, name="client")
 app.add_typer(server.app, name="server")
 app.add_typer(flower.app, name="flower")
+
+for command in app.registered_commands:
+    command.cls = Command
+for group in app.registered_groups:
+    group.cls = Group
+    for command in group.typer_instance.registered_commands if group.typer_instance else ():
+        command.cls = Command

@@ -19,7 +19,7 @@ app = typer.Typer(help="Download a data set, or look at one.", no_args_is_help=T
 def fetch(
     name: Annotated[str, typer.Argument(help="a MedMNIST name, e.g. bloodmnist")],
     data_dir: Annotated[Path | None, typer.Option(help="where to put the file (default: where `run` looks)")] = None,
-    size: Annotated[int, typer.Option(help="pixels per side: 28, 64, 128 or 224")] = 28,
+    image_size: Annotated[int, typer.Option(help="pixels per side: 28, 64, 128 or 224")] = 28,
     url: Annotated[str | None, typer.Option(help="another address of the same file")] = None,
     md5: Annotated[str | None, typer.Option(help="expected MD5, instead of the published one")] = None,
     sha256: Annotated[str | None, typer.Option(help="expected SHA-256")] = None,
@@ -36,7 +36,7 @@ def fetch(
             if total:
                 updates[total](done, "")  # type: ignore[operator]
 
-        path = data.fetch.fetch(name, size, folder, url=url, md5=md5, sha256=sha256, progress=update)
+        path = data.fetch.fetch(name, image_size, folder, url=url, md5=md5, sha256=sha256, progress=update)
     if json:
         print_json({"path": str(path)})
     else:
@@ -47,12 +47,12 @@ def fetch(
 def show(
     name: Annotated[str, typer.Argument(help="a data set, or the path of a folder, CSV manifest or .npz file")],
     data_dir: Annotated[Path | None, typer.Option(help="where .npz files lie")] = None,
-    size: Annotated[int, typer.Option(help="pixels per side")] = 28,
+    image_size: Annotated[int, typer.Option(help="pixels per side")] = 28,
     grid: Annotated[Path | None, typer.Option(help="also write a PNG with images of every class")] = None,
     json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """Count the images per class; with --grid also look at some."""
-    dataset = data.load_dataset(name, data_dir=data_dir, image_size=size)
+    dataset = data.load_dataset(name, data_dir=data_dir, image_size=image_size)
     counts = {
         split: [int(n) for n in np.bincount(part.labels, minlength=len(dataset.classes))]
         for split, part in (("train", dataset.train), ("test", dataset.test))

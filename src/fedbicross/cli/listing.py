@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import fedbicross
-from fedbicross import data, models
+from fedbicross import data, methods, models
 from fedbicross.cli.show import print_json
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ def listing(
 def _entries(kind: Kind) -> dict[str, str]:
     if kind is Kind.methods:
         out: dict[str, Any] = {}
-        for name, cls in fedbicross.METHODS.items():
+        names = [*methods.METHODS, *methods.PLUGINS.names()]
+        for name, cls in ((name, methods.find(name)) for name in names):
             out[name] = cls.summary
             out |= {f"{name}:{variant}": cls.variant_notes.get(variant, "") for variant in cls.variants}
         return out

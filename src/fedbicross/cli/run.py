@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbicross import runs
+from fedbicross.cli import completion
 from fedbicross.cli.show import run_and_report
 from fedbicross.errors import ConfigError
 
@@ -23,16 +24,31 @@ class Engine(StrEnum):
 def run(
     config: Annotated[Path | None, typer.Argument(help="a TOML file; flags and --set override it")] = None,
     case: Annotated[str | None, typer.Option(help="which [case.NAME] of a file that describes several runs")] = None,
-    data: Annotated[str | None, typer.Option(help="data set name, or a folder, CSV manifest or .npz file")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="data set name, or a folder, CSV manifest or .npz file", autocompletion=completion.data),
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="where .npz files lie")] = None,
-    model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
+    image_size: Annotated[int | None, typer.Option(help="pixels per side (default 28)")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="architecture (default resnet18)", autocompletion=completion.models)
+    ] = None,
     client_models: Annotated[
-        str | None, typer.Option(help="comma-separated architectures of the clients, in the order of their names")
+        str | None,
+        typer.Option(
+            help="comma-separated architectures of the clients, in the order of their names",
+            autocompletion=completion.models,
+        ),
     ] = None,
     clients: Annotated[int | None, typer.Option(help="number of hospitals (default 5)")] = None,
-    partition: Annotated[str | None, typer.Option(help="how images are dealt out (default dirichlet)")] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(help="how images are dealt out (default dirichlet)", autocompletion=completion.partitions),
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet concentration (default 0.1)")] = None,
-    methods: Annotated[str | None, typer.Option(help="comma-separated names: a,b:variant")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="comma-separated names: a,b:variant", autocompletion=completion.methods)
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="repeat for several seeds (default 0)")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps")] = None,
@@ -58,7 +74,12 @@ def run(
         "device": device,
         "precision": precision,
         "baselines": None if baselines else [],
-        "data": {"name": data, "dir": None if data_dir is None else str(data_dir), "accept": accept or None},
+        "data": {
+            "name": data,
+            "dir": None if data_dir is None else str(data_dir),
+            "image_size": image_size,
+            "accept": accept or None,
+        },
         "partition": {"kind": partition, "alpha": alpha},
         "training": {"epochs": epochs},
         "name": None if out is None else out.name,

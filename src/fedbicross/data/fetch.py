@@ -29,7 +29,7 @@ Progress = Callable[[int, int | None], None]
 
 def fetch(
     name: str,
-    size: int = 28,
+    image_size: int = 28,
     data_dir: Path | str = ".",
     *,
     url: str | None = None,
@@ -44,13 +44,13 @@ def fetch(
     The published MD5 is required of files from the default address; with another ``url`` only what is passed as
     ``md5`` or ``sha256`` is. ``progress`` is called with (bytes so far, bytes in all or None).
     """
-    info = medmnist_info(name, size)
+    info = medmnist_info(name, image_size)
     if url is None:
-        url = MEDMNIST_URL.format(file=info.file_name(size))
-        md5 = md5 or info.md5[size]
+        url = MEDMNIST_URL.format(file=info.file_name(image_size))
+        md5 = md5 or info.md5[image_size]
     if not url.startswith(("https://", "http://")):
         raise ConfigError("bad_url", f"only http and https addresses can be fetched, not {url!r}")
-    target = Path(data_dir) / info.file_name(size)
+    target = Path(data_dir) / info.file_name(image_size)
     try:
         if target.exists():
             if problem := _checksum_problem(target, md5, sha256 or _recorded(target)):

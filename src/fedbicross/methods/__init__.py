@@ -1,4 +1,7 @@
-"""All methods by name. Adding one means one file here and one line below (see CONTRIBUTING.md)."""
+"""All methods by name. Adding one means one file here and one line below (see CONTRIBUTING.md).
+
+Methods of other packages come in by their entry points (`methods.plugins`), or as classes from Python.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from fedbicross.methods.fedpft import FedPFT
 from fedbicross.methods.local_head import LocalHead
 from fedbicross.methods.local_only import LocalOnly
 from fedbicross.methods.majority import Majority
+from fedbicross.methods.plugins import Plugins
 from fedbicross.methods.primum import Primum
 from fedbicross.settings import parse
 
@@ -47,13 +51,22 @@ METHODS: dict[str, type[Method[Any]]] = {
     "fedcgs": FedCGS,
     "fedlmg": FedLMG,
 }
+PLUGINS = Plugins(METHODS)  # and those that are not ours
 
 GATED = "personal"  # after the name of a method that ends with one model for all: the client's gate decides about it
 
 
 def method_names() -> list[str]:
-    """Every ``name`` and ``name:variant``."""
+    """Every ``name`` and ``name:variant`` of our own."""
     return [full for name, cls in METHODS.items() for full in (name, *(f"{name}:{v}" for v in cls.variants))]
+
+
+def find(name: str) -> type[Method[Any]]:
+    """The class of this name: ours, one that was given from Python, or a plug-in's."""
+    cls = METHODS.get(name) or PLUGINS.find(name)
+    if cls is None:
+        raise ConfigError("unknown_method", f"unknown method {name!r}{nearest(name, [*METHODS, *PLUGINS.names()])}")
+    return cls
 
 
 def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quick: bool = False) -> Method[Any]:
@@ -61,17 +74,15 @@ def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quic
 
     ``table`` holds settings by method: those under ``name`` yield to the variant, those under ``name:variant`` win.
     """
+    name, _, variant = spec.partition(":")
+    cls, table = find(name), table or {}
     inner, _, last = spec.rpartition(":")
-    if last == GATED and spec not in method_names():  # a method may have a variant of this name
+    if last == GATED and variant not in cls.variants:  # a method may have a variant of this name
         method = create(inner, table, quick)
         if method.gate_problem:
             raise ConfigError("no_gate", f"{inner} cannot be {GATED}: {method.gate_problem}")
         method.gated = True
         return method
-    name, _, variant = spec.partition(":")
-    if name not in METHODS:
-        raise ConfigError("unknown_method", f"unknown method {name!r}{nearest(name, METHODS)}")
-    cls, table = METHODS[name], table or {}
     if variant and variant not in cls.variants:
         hint = nearest(variant, cls.variants) if cls.variants else "; it has none"
         raise ConfigError("unknown_variant", f"{name} has no variant {variant!r}{hint}")

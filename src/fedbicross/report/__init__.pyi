@@ -1,6 +1,10 @@
+from . import html as html
 from . import rounds as rounds
 from . import summary as summary
 from . import tables as tables
+from . import terminal as terminal
 from . import text as text
+from . import track as track
 from . import verdict as verdict
+from . import write as write
 from .write import write_report as write_report

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from fedbicross.evaluate.protocols import TestSet
 from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client
+from fedbicross.report.text import duration, flops
 from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import RememberLast
@@ -47,6 +48,8 @@ from fedbicross.settings import parse
 
 SCHEMA = 1
 BASELINES = ("majority", "ensemble")  # and every way of training alone
+FAST_CPU = 1e11  # operations a second: more than most processors reach in training
+PATIENCE = 3600.0  # seconds on such a one from which a person is warned
 
 
 @dataclass
@@ -143,7 +146,13 @@ def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | No
     if not (out / "config.toml").is_file():
         raise RunError("not_a_run", f"{out} holds no run (no config.toml)")
     config = parse(RunConfig, read_toml(out / "config.toml"))
-    check(config)
+    try:
+        check(config)
+    except ConfigError as error:
+        if error.code != "unknown_method":
+            raise
+        again = f"a class of your own has to be given again: fedbicross.resume({str(out)!r}, methods=[...])"
+        raise ConfigError(error.code, f"{error.args[0]}; {again}") from None
     with RunFolder(out) as folder:
         prepared = prepare(config, dataset)
         if folder.store.load("partition.json") != prepared.partition_text.encode():
@@ -212,10 +221,13 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
     set_precision(prepared.precision)
     progress = watched = RememberLast(progress)
     try:
+        for warning in _patience(prepared):
+            progress.say(f"warning: {warning}")
         rows: list[dict[str, Any]] = []
         summary = _header(prepared)
+        done = progress.start("all methods", len(config.seeds) * len(config.all_methods()))
         for seed in config.seeds:
-            rows += _one_seed(prepared, seed, folder, progress, summary, rows)
+            rows += _one_seed(prepared, seed, folder, progress, done, summary, rows)
         results = _results(summary, rows, complete=True)
         _write_results(folder, results)
         return results
@@ -229,6 +241,22 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
         ) from None
     finally:
         torch.set_num_threads(threads)
+
+
+def _patience(prepared: Prepared) -> list[str]:
+    """A word before days of work on a processor: what local training alone will take at least."""
+    config, dataset = prepared.config, prepared.dataset
+    if prepared.device != "cpu" or not any(config.build(spec).uses_local_models for spec in config.all_methods()):
+        return []
+    shape = dataset.channels, len(dataset.classes), dataset.image_size
+    each = np.mean([models.forward_flops(name, *shape) for name in config.client_models or [config.model]])
+    images, epochs = len(dataset.train.labels), config.training.epochs
+    work = float(3 * each * images * epochs * len(config.seeds))  # backward costs twice as much as forward
+    if work / FAST_CPU < PATIENCE:
+        return []
+    what = f"training {', '.join(config.architectures())} for {epochs} epochs on {images:,} images"
+    cost = f"{flops(work)}, hours on a CPU (at least {duration(work / FAST_CPU)})"
+    return [f"{what} is {cost}; use a GPU, --quick, fewer --epochs or --model resnet8"]
 
 
 def _smaller(work: str) -> str:
@@ -245,6 +273,7 @@ def _one_seed(
     seed: int,
     folder: RunFolder | None,
     progress: Progress,
+    done: Callable[[int, str], None],
     summary: dict[str, Any],
     earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
@@ -276,7 +305,7 @@ def _one_seed(
     def predictions(spec: str) -> dict[str, np.ndarray]:
         """Run a method to the end; what an earlier run of it left is taken over."""
         ctx = context(spec)
-        progress.say(f"== {spec}, seed {seed}")
+        progress.say(f"== {spec}, seed {seed} (method {order.index(spec) + 1} of {len(order)})")
         score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
         method = config.build(spec)
         predictors = simulate(method, clients, ctx, score)
@@ -294,13 +323,15 @@ def _one_seed(
     specs = config.all_methods()
     # Training alone comes first, in all of its ways: the best of them is what every row is measured against.
     local = local_baselines(specs)
+    order = [*local, *(spec for spec in specs if spec not in local)]
     alone: dict[str, dict[str, np.ndarray]] = {}
     bar: Alone | None = None
     rows: list[dict[str, Any]] = []
-    for spec in [*local, *(spec for spec in specs if spec not in local)]:
+    for spec in order:
         ctx, method = context(spec), config.build(spec)
         saved = store.load(f"rows/{ctx.scope}.json")
         if saved is None:
+            done(len(earlier) + len(rows), spec)
             if bar is None and local:
                 alone = {name: finished(name) or predictions(name) for name in local}
                 bar = choose_alone(alone, clients, test, owners, len(task.classes))
@@ -318,6 +349,7 @@ def _one_seed(
         for record in kept:
             _note_training(record, ctx, summary, clients)
         _write_results(folder, _results(summary, earlier + rows, complete=False))
+    done(len(earlier) + len(rows), "")
     return sorted(rows, key=lambda row: specs.index(row["method"]))
 
 

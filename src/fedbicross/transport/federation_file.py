@@ -23,7 +23,7 @@ from fedbicross.context import Task
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
 from fedbicross.messages import file_name
-from fedbicross.methods import METHODS, create
+from fedbicross.methods import create, find
 from fedbicross.methods.base import Method
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
@@ -129,7 +129,7 @@ def new_federation(
     ``quick`` takes the method's small settings. ``more`` are the remaining fields: seed, hold_out, class_counts.
     """
     name = method.partition(":")[0]
-    small = dict(METHODS[name].quick_settings) if quick and name in METHODS else {}
+    small = dict(find(name).quick_settings) if quick else {}
     values = {
         "run_id": run_id or f"run-{secrets.token_hex(6)}",
         "classes": list(classes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,19 +91,18 @@ def test_bars_on_a_terminal_look_back_further_than_one_method(clock: Clock) -> N
 
 
 @pytest.mark.parametrize(
-    ("modules", "terminal", "kind"),
+    ("shell", "terminal", "kind"),
     [
-        ({"ipykernel": None}, True, progress.LineProgress),
-        ({}, True, progress.RichProgress),
-        ({}, False, progress.PlainProgress),
+        (SimpleNamespace(kernel=None), True, progress.LineProgress),
+        (SimpleNamespace(), True, progress.RichProgress),  # IPython on a terminal
+        (None, True, progress.RichProgress),
+        (None, False, progress.PlainProgress),
     ],
 )
-def test_the_place_decides(
-    modules: dict[str, Any], terminal: bool, kind: type[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(progress.sys.modules, "ipykernel", raising=False)
-    for name in modules:
-        monkeypatch.setitem(progress.sys.modules, name, modules[name])
+def test_the_place_decides(shell: object, terminal: bool, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(progress.sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
     with progress.shown() as found:
         assert isinstance(found, kind)
+    monkeypatch.delitem(progress.sys.modules, "IPython")
+    assert not progress.in_notebook()

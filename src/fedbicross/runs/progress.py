@@ -26,11 +26,17 @@ WIDTH = 100  # of the line in a notebook
 
 def shown() -> AbstractContextManager[Progress]:
     """The progress that suits where this process runs."""
-    if "ipykernel" in sys.modules:
+    if in_notebook():
         return nullcontext(LineProgress(sys.stdout))
     if sys.stderr.isatty():
         return RichProgress(Console(stderr=True))
     return nullcontext(PlainProgress())
+
+
+def in_notebook() -> bool:
+    """Whether this process answers the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")  # None outside of IPython
 
 
 class RememberLast:

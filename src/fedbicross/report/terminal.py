@@ -31,9 +31,7 @@ COLUMNS = {  # of the table in the report, and their short titles here; it has t
 
 def table(results: Mapping[str, Any]) -> Table:
     """One line a method, aggregated over seeds."""
-    name = clean(results.get("name"))
-    title = Text(f"{name}: accuracy in %, mean over clients and their worst (matched); bytes per client")
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     for column in COLUMNS.values():
         made.add_column(column, justify="left" if column == "method" else "right", vertical="bottom")
     for cells in tables.result_table(results):
@@ -48,6 +46,8 @@ def table(results: Mapping[str, Any]) -> Table:
 
 def print_all(results: Mapping[str, Any], console: Console) -> None:
     """The table, what changed from round to round, notes and the verdict."""
+    title = "accuracy in %, mean over clients and their worst (matched); bytes per client"
+    console.print(f"{clean(results.get('name'))}: {title}", markup=False, highlight=False, emoji=False)
     console.print(table(results))
     for line in rounds.lines(results):
         console.print(line, markup=False, highlight=False)

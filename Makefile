@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
-.PHONY: setup demo test check lint format bench docs clean
+.PHONY: setup demo test check lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,11 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.cpu
+
+# Uploads made up, verbs killed, files damaged; ends with an error if anything but a plain refusal comes of it.
+MINUTES ?= 10
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.build

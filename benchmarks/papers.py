@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import shutil
@@ -19,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedbicross.atomic import write_atomic
 from fedbicross.report.tables import markdown
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, as_toml, cases, load_config
 from fedbicross.runs.progress import SECONDS_BETWEEN_LINES, PlainProgress
+from fedbicross.runs.store import DiskStore
 
 
 class Stamped(PlainProgress):
@@ -54,14 +55,18 @@ class Stamped(PlainProgress):
 
 def run(name: str, config: RunConfig, models: Path, out: Path) -> dict[str, Any]:
     folder = models / name
+    store = DiskStore(folder)
     text = as_toml(config).encode()
     if not (folder / "config.toml").exists() or (folder / "config.toml").read_bytes() != text:
         shutil.rmtree(folder, ignore_errors=True)
-        write_atomic(folder / "partition.json", runner.prepare(config).partition_text.encode())
-        write_atomic(folder / "config.toml", text)
+        store.write("partition.json", runner.prepare(config).partition_text.encode())
+        store.write("config.toml", text)
         for shared in ("client_models", "features"):
             (models / shared).mkdir(exist_ok=True)
             (folder / shared).symlink_to(models / shared)
+    for shared in ("client_models", "features"):  # what other runs wrote there is as good as this run's own
+        for path in sorted((models / shared).iterdir()):
+            store.sums.note(f"{shared}/{path.name}", hashlib.sha256(path.read_bytes()).hexdigest())
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     try:

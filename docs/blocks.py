@@ -415,6 +415,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "at-once": measured.at_once,
     "superseded": measured.superseded,
     "waiting": measured.waiting,
+    "soak": measured.soak,
     "suite": measured.suite,
     "house": measured.house,
     "threads": measured.threads,

@@ -186,6 +186,29 @@ def waiting(_: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'lrr')}\n\n{made}"
 
 
+def soak(_: str, page: Path, root: Path) -> str:
+    """What `make soak` found: uploads made up, verbs killed, files damaged."""
+    file = root / "results" / "benchmarks" / "soak.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    fuzz, versions = found["fuzz"], found["versions"]
+    wrong = f"{fuzz['refused']:,} refused with a code, {fuzz['accepted']:,} accepted, {fuzz['tracebacks']} tracebacks"
+    first = f"**Uploads made up**: {fuzz['cases']:,} through the checks of {fuzz['methods']} methods: {wrong}."
+    killed = [row for row in found["kills"] if row["kills"]]
+    kills = [(f"`{row['verb']}`", *(str(row[key]) for key in ("kills", "same", "bad"))) for row in killed]
+    counted = ("files", "cases", "refused", "same", "silent", "tracebacks", "hangs")
+    damage = [(f"`{row['verb']}`", *(str(row[key]) for key in counted)) for row in found["damage"]]
+    head = ("verb", "files it may read", "damaged, one at a time", "refused with a code", "same result")
+    tables = [
+        table(("verb", "killed", "run again: the same result", "anything else"), kills, "lrrr"),
+        table((*head, "another result, silently", "tracebacks", "hangs"), damage, "lrrrrrrr"),
+    ]
+    made = (
+        f"{found['failed']} failures in {found['minutes']:.0f} minutes with seed {found['seed']}, "
+        f"Python {versions['python']}, torch {versions['torch']}. From [`soak.json`]({link(file, page)})."
+    )
+    return "\n\n".join([first, *tables, made])
+
+
 def suite(_: str, page: Path, root: Path) -> str:
     """The tests under every setting: counts and minutes."""
     file = root / "results" / "benchmarks" / "suite.json"

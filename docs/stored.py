@@ -32,6 +32,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "the demo's run, smaller, under other kernels and threads",
         "`python -m benchmarks.kernels`",
     ),
+    "benchmarks/soak.json": ("what made-up uploads, kills and damaged files do", "`make soak`"),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (

@@ -71,7 +71,7 @@ def test_every_carrier_has_the_same_door(
     monkeypatch.setattr(FedAvg, "upload", lambda self, client, ctx, previous=None: sent[client.name])
     monkeypatch.setattr(FedAvg, "fuse", lambda *given: pytest.fail("was fused"))
 
-    signed = sign(replace(forged, run_id=agreed.run).pack(), key)
+    signed = sign(replace(forged, run_id=agreed.run, agreement=agreed.agreement).pack(), key)
     assert code(lambda: files.verify_upload(agreed, signed)) == name, "at the server, by files or by Flower"
     assert code(lambda: files.make_upload(agreed, client, key, tmp_path)) == name, "at the site, before it travels"
     with pytest.raises(FedBiCrossError, match=client.name) as caught:

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +30,21 @@ def open_itself(path: Path, *names: str, mode: int = 0o600) -> int:
     if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():  # Windows; links need rights there that few have
         raise OSError(errno.ELOOP, "is a link")
     return os.open(path, open_flags(*names, "BINARY", "NOFOLLOW", "NONBLOCK", "NOCTTY", "CLOEXEC"), mode)
+
+
+def read_plain(path: Path, most: int = 1 << 40) -> bytes:
+    """All bytes of a regular file; ``OSError`` for a larger one, and for a pipe, which would be waited for."""
+    handle = os.open(path, open_flags("RDONLY", "BINARY", "NONBLOCK", "NOCTTY", "CLOEXEC"))
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

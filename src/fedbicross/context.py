@@ -62,6 +62,10 @@ class Store(Protocol):
         """The bytes, or None."""
         ...
 
+    def lists(self, name: str) -> bool:
+        """Whether it was ever saved, or a kill came just before."""
+        ...
+
     def size(self, name: str) -> int:
         """Length in bytes; 0 where there is nothing."""
         ...
@@ -86,6 +90,10 @@ class MemoryStore:
         """The bytes, or None."""
         digest = self._names.get(name)
         return None if digest is None else self._content[digest]
+
+    def lists(self, name: str) -> bool:
+        """Whether it is there."""
+        return name in self._names
 
     def size(self, name: str) -> int:
         """Length in bytes; 0 where there is nothing."""

@@ -12,7 +12,6 @@ is handed uploads only; nothing that ``fuse`` can reach imports ``fedbicross.dat
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,15 +20,35 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from fedbicross import pipeline
+from fedbicross import pipeline, sums
 from fedbicross.bundle.format import canonical_json
-from fedbicross.context import Context, Store
+from fedbicross.context import Context, Record, Store
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
 from fedbicross.methods.base import Method, mixed_models_problem
+from fedbicross.settings import Settings, read_json
 
 T = TypeVar("T")
 POOLED = "all-sites-pooled"
+
+
+class _Fusion(Settings):
+    """Where the replies of a fusion lie, and how long it took."""
+
+    folder: str
+    seconds: float
+
+
+class _Round(Settings):
+    """What is kept of one of several rounds."""
+
+    client_flops: int
+    server_flops: int
+    bytes: dict[str, list[int]]  # sent and received, by client
+    warnings: list[str]
+    local_models: list[str]
+
+
 AfterRound = Callable[[int, Mapping[str, "Predictor"]], None]
 
 
@@ -197,17 +216,18 @@ def _reuse_fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, c
 
     Its time and its record are copied too: every row is charged in full, as with local training.
     """
-    known = ctx.store.load(_fusion(method, uploads, folder, ctx)) if method.rounds == 1 else None
+    place = _fusion(method, uploads, folder, ctx)
+    known = ctx.store.load(place) if method.rounds == 1 else None
     if known is None:
         return False
-    before = json.loads(known)
+    before = read_json(_Fusion, known, place)
     names = ["records/fuse/{}/server.json"]
     names += [f"replies/{{}}/{file_name(upload.client)}.safetensors" for upload in uploads]
-    if not all(ctx.store.size(name.format(before["folder"])) for name in names):
+    if not all(ctx.store.size(name.format(before.folder)) for name in names):
         return False  # one was deleted, as the error for a damaged file advises
-    ctx.event(event="fuse", scope=ctx.scope, name=f"{folder}/server", seconds=before["seconds"])
+    ctx.event(event="fuse", scope=ctx.scope, name=f"{folder}/server", seconds=before.seconds)
     for name in names:  # replies last: once all of them are there, nothing more is done after a kill
-        ctx.store.save(name.format(folder), ctx.store.load(name.format(before["folder"])) or b"")
+        ctx.store.save(name.format(folder), ctx.store.load(name.format(before.folder)) or b"")
     return True
 
 
@@ -285,9 +305,18 @@ def records(ctx: Context, clients: Sequence[str], rounds: int) -> list[dict[str,
 
 def round_records(ctx: Context, rounds: int) -> list[dict[str, Any]]:
     """What was kept of each of several rounds; nothing for a one-shot method."""
-    return _load_records(ctx, [_round_record(ctx, number) for number in range(1, rounds + 1)]) if rounds > 1 else []
+    names = [_round_record(ctx, number) for number in range(1, rounds + 1)] if rounds > 1 else []
+    return [read_json(_Round, data, name).model_dump() for name, data in _kept(ctx, names).items()]
 
 
 def _load_records(ctx: Context, names: Iterable[str]) -> list[dict[str, Any]]:
-    found = [ctx.store.load(name) for name in names]
-    return [json.loads(data) for data in found if data is not None]
+    return [read_json(Record, data, name).as_json() for name, data in _kept(ctx, names).items()]
+
+
+def _kept(ctx: Context, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of these records that were made, now that all work is done; one that vanished would change the results."""
+    found = {name: ctx.store.load(name) for name in names}
+    for name, data in found.items():
+        if data is None and ctx.store.lists(name):
+            raise RunError("damaged", f"{name} is missing; {sums.advice(name)}")
+    return {name: data for name, data in found.items() if data is not None}

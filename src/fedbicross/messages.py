@@ -52,6 +52,14 @@ class Client:
 PREPROCESSING = validate.PREPROCESSING
 
 
+class Agreement(Settings):
+    """What the sites of a federation agreed on besides the task: signed with every file that travels."""
+
+    members: str  # SHA-256 over the names and keys of all sites and the server
+    purpose: str
+    expires: str | None  # the last day, in UTC
+
+
 class _UploadManifest(Settings):
     client: str
     task: Task
@@ -60,12 +68,14 @@ class _UploadManifest(Settings):
     num_samples: int | None
     extra: dict[str, Any]
     run_id: str | None
+    agreement: Agreement | None
 
 
 class _ReplyManifest(Settings):
     client: str | None
     info: dict[str, Any]
     run_id: str | None
+    agreement: Agreement | None
 
 
 class _PredictorManifest(Settings):
@@ -79,6 +89,10 @@ class _PredictorManifest(Settings):
 MANIFESTS: dict[str, type[Settings]] = {"upload": _UploadManifest, "reply": _ReplyManifest}  # of what travels
 
 
+def _plain(agreement: Agreement | None) -> dict[str, Any] | None:
+    return None if agreement is None else agreement.model_dump()
+
+
 @dataclass(frozen=True)
 class Upload:
     """The one file that leaves a hospital."""
@@ -90,6 +104,7 @@ class Upload:
     num_samples: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     run_id: str | None = None  # of a federation between sites: a bundle of another run is refused
+    agreement: Agreement | None = None  # likewise
     preprocessing: str = PREPROCESSING
 
     def pack(self) -> bytes:
@@ -102,6 +117,7 @@ class Upload:
             "num_samples": self.num_samples,
             "extra": dict(self.extra),
             "run_id": self.run_id,
+            "agreement": _plain(self.agreement),
         }
         return pack("upload", self.tensors, info)
 
@@ -126,10 +142,12 @@ class Reply:
     info: Mapping[str, Any] = field(default_factory=dict)
     client: str | None = None  # whom it is for, and of which run, where it travels between sites
     run_id: str | None = None
+    agreement: Agreement | None = None
 
     def pack(self) -> bytes:
         """The bytes that come back."""
-        return pack("reply", self.tensors, {"client": self.client, "info": dict(self.info), "run_id": self.run_id})
+        about = {"client": self.client, "run_id": self.run_id, "agreement": _plain(self.agreement)}
+        return pack("reply", self.tensors, {**about, "info": dict(self.info)})
 
     @classmethod
     def unpack(cls, data: bytes) -> Reply:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedbicross.errors import ConfigError, nearest
+from fedbicross.errors import ConfigError, RunError, nearest
 
 
 class Settings(BaseModel):
@@ -24,6 +24,7 @@ class MethodConfig(Settings):
 
 
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
 
 
 def parse(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -46,13 +47,33 @@ def parse(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
         raise ConfigError("bad_value", f"{path}: {message} (got {_short(first['input'])})") from None
 
 
+def read_json(kind: type[T], data: bytes, name: str) -> T:
+    """JSON that this program kept, as exactly the type that it was; anything else is a ``RunError``."""
+    try:
+        return TypeAdapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part)[:32] for part in first["loc"])
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise RunError("damaged", f"{name} does not hold what was written there ({problem[:200]})") from None
+
+
 def read_toml(file: Path) -> dict[str, Any]:
     """A TOML file as a dict."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        data = file.read_bytes()
     except FileNotFoundError:
         raise ConfigError("no_config", f"no configuration file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError("bad_toml", f"{file}: {error}") from None
+    return parse_toml(data, file)
+
+
+def parse_toml(data: bytes, file: Path) -> dict[str, Any]:
+    """The content of a TOML file as a dict."""
+    try:
+        return tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError("bad_toml", f"{file}: {error}") from None
 
 

@@ -271,6 +271,12 @@ def test_keys_are_never_overwritten(hospitals: Path) -> None:
     outcome = call("server", "keygen", "--out", "server.key")
     assert outcome.code == 2 and "key_exists" in outcome.err
     assert Path("server.key").read_bytes() == before
+    public = Path("server.pub").read_text()
+    Path("server.pub").unlink()
+    assert "was there already" in ok("server", "keygen", "--out", "server.key").out, "half a pair is completed"
+    assert (Path("server.key").read_bytes(), Path("server.pub").read_text()) == (before, public)
+    Path("half.key").touch(0o600)
+    assert "error[key_file]" in call("server", "keygen", "--out", "half.key").err
 
 
 def test_a_private_key_never_lies_under_a_public_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,9 +672,63 @@ def test_a_reply_for_somebody_else_makes_no_model(finished: Path, tmp_path: Path
         assert (outcome.code, "error[wrong_client]" in outcome.err) == (5, True)
         assert "error[not_listed]" in call(*words, "--name", "nort").err
         assert "error[which_site]" in call(*words, "--work", tmp_path).err
-        taken = (*words[:-1], Path("model"))
+        taken = ("client", "personalize", "--reply", reply.with_name("north.safetensors"), *words[4:-1], Path("images"))
         assert "error[exists]" in call(*taken).err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_verb_run_twice_says_that_it_is_done(hospitals: Path) -> None:
+    """As after a kill between the last write and the last line."""
+    finish(hospitals)
+    with chdir(hospitals / "north"):
+        before = snapshot(Path("model"))
+        words = ("client", "personalize", "--reply", "in/north.safetensors", "--data", "images", "--out", "model")
+        again = ok(*words)
+        assert "done before: model" in again.out and "accuracy" in again.out and "training" not in again.err
+        assert ok(*words, "--json").json()["test"]["images"] > 0
+        assert snapshot(Path("model")) == before
+        assert "error[exists]" in call(*words, "--onnx").err, "that is not there yet"
+        assert (
+            "done before"
+            in ok("client", "train", "--data", "images", "--key", "north.key", "--out", "north.safetensors").err
+        )
+        config = json.loads(Path("model/config.json").read_text())
+        for changes, code in (
+            ({"origin": {**config["origin"], "client": "south"}}, "exists"),
+            ({"test": 3}, "no_model"),
+        ):
+            Path("model/config.json").write_text(json.dumps({**config, **changes}))
+            assert f"error[{code}]" in call(*words).err
+    fuse = ("server", "fuse", "../post/uploads", "--key", "server.key", "--out", "../post/replies")
+    assert "done before" in ok(*fuse).err
+    (hospitals / "server/fedbicross-work/cells-1/server/replies/south.safetensors").write_bytes(b"damaged")
+    outcome = call(*fuse)
+    assert outcome.code == 4 and "error[damaged]" in outcome.err and "south" in outcome.err
+
+
+def test_the_log_can_be_checked_from_the_command_line(finished: Path, tmp_path: Path) -> None:
+    log = Path(shutil.copy(next((finished / "server").rglob("audit.jsonl")), tmp_path))
+    last = ok("server", "audit", log, "--json").json()["last"]
+    assert "none changed" in ok("server", "audit", log, "--last", last).out
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]))
+    assert "--last" in ok("server", "audit", log).out, "a cut end shows only against the digest on paper"
+    for content, options in ((lines[:-1], ("--last", last)), (lines[1:], ()), ([lines[0].upper(), *lines[1:]], ())):
+        log.write_bytes(b"".join(content))
+        outcome = call("server", "audit", log, *options)
+        assert outcome.code == 4 and "error[audit_broken]" in outcome.err
+    assert "error[audit_file]" in call("server", "audit", tmp_path / "gone").err
+
+
+def test_what_was_agreed_besides_the_task_is_shown(hospitals: Path) -> None:
+    sites = [word for name in SITES for word in ("--client", f"{name}=../post/{name}.pub")]
+    base = ("federation", "init", "--classes", "a,b", "--server", "server.pub", *sites, "--out", "new.toml")
+    ok(*base, "--purpose", "a trial of blood counts", "--expires", "2099-01-31", "--method", "fedavg")
+    words = ok("federation", "show", "new.toml").out
+    assert "a trial of blood counts" in words and "2099-01-31" in words
+    assert "error[expires]" in call(*base[:-1], "other.toml", "--expires", "tomorrow").err
+    shown = ok("client", "show", "../post/uploads/north.safetensors").out
+    assert "signed for" in shown and "no last day" in shown
 
 
 @pytest.mark.slow

@@ -275,15 +275,16 @@ BAD_JSON: dict[str, tuple[str | bytes, str]] = {
         compact({"__metadata__": {MANIFEST: manifest_text().replace('"manifest":{}', '"manifest":{"x":NaN}')}}),
         "no_manifest",
     ),
-    "manifest 1.0 for 1": (
-        compact({"__metadata__": {MANIFEST: manifest_text().replace('"format":1', '"format":1.0')}}),
+    "manifest 2.0 for 2": (
+        compact({"__metadata__": {MANIFEST: manifest_text().replace('"format":2', '"format":2.0')}}),
         "format_version",
     ),
-    "manifest true for 1": (
-        compact({"__metadata__": {MANIFEST: manifest_text().replace('"format":1', '"format":true')}}),
+    "manifest true for 2": (
+        compact({"__metadata__": {MANIFEST: manifest_text().replace('"format":2', '"format":true')}}),
         "format_version",
     ),
-    "manifest of format 2": (compact({"__metadata__": {MANIFEST: manifest_text(format=2)}}), "format_version"),
+    "manifest of format 1": (compact({"__metadata__": {MANIFEST: manifest_text(format=1)}}), "format_version"),
+    "manifest of format 3": (compact({"__metadata__": {MANIFEST: manifest_text(format=3)}}), "format_version"),
     "manifest kind 5": (compact({"__metadata__": {MANIFEST: manifest_text(kind=5)}}), "no_manifest"),
     "manifest inner list": (compact({"__metadata__": {MANIFEST: manifest_text(manifest=[])}}), "no_manifest"),
     "manifest tensors list": (compact({"__metadata__": {MANIFEST: manifest_text(tensors=[])}}), "tensor_list"),

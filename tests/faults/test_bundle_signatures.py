@@ -20,7 +20,7 @@ from faults.toy_bundle import ALLOWED, RUN, key, receive, refusal, toy, toy_tens
 from fedbicross.bundle import audit, format, inspect, keys, pack, read_file, sign, unpack, validate, verify_signature
 from fedbicross.bundle.format import canonical_json, encode_header, with_metadata
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError
-from fedbicross.messages import Reply, Upload
+from fedbicross.messages import MANIFESTS, Reply, Upload
 
 ORDER = 2**252 + 27742317777372353535851937790883648493  # of the group in which Ed25519 signs (RFC 8032)
 
@@ -173,7 +173,7 @@ def test_manifests_swapped_between_two_valid_clients() -> None:
         assert refusal(lambda mixed=mixed: receive(mixed)) == "signature"
 
 
-@pytest.mark.parametrize("field", ["client", "task", "preprocessing", "class_counts", "num_samples", "extra", "run_id"])
+@pytest.mark.parametrize("field", sorted(MANIFESTS["upload"].model_fields))
 def test_every_field_of_the_manifest_is_signed(field: str) -> None:
     values = json.loads(inspect(toy()).text)
     values["manifest"][field] = "changed"

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedbicross import models, seeds
 from fedbicross.bundle import UPLOAD, sign, validate
-from fedbicross.bundle.format import FORMAT, MANIFEST, canonical_json
+from fedbicross.bundle.format import FORMATS, MANIFEST, canonical_json
 from fedbicross.bundle.keys import public_text
 from fedbicross.context import Task
 from fedbicross.errors import FedBiCrossError, UploadError
@@ -55,7 +55,8 @@ def toy_tensors() -> dict[str, torch.Tensor]:
 
 
 def toy_upload(client: str = "north", run_id: str | None = RUN, **changes: Any) -> Upload:
-    return Upload(client, TASK, changes.pop("tensors", toy_tensors()), num_samples=9, run_id=run_id, **changes)
+    values = {"num_samples": 9, "run_id": run_id, "agreement": FEDERATION.agreement, **changes}
+    return Upload(client, TASK, values.pop("tensors", toy_tensors()), **values)
 
 
 @cache
@@ -112,7 +113,12 @@ def entry(dtype: str, shape: list[Any], start: int, end: int) -> dict[str, Any]:
 
 
 def manifest_text(names: list[str] | None = None, **changes: Any) -> str:
-    values = {"format": FORMAT, "kind": "upload", "manifest": {}, "tensors": dict.fromkeys(names or [], "0" * 64)}
+    values = {
+        "format": FORMATS["upload"],
+        "kind": "upload",
+        "manifest": {},
+        "tensors": dict.fromkeys(names or [], "0" * 64),
+    }
     return canonical_json(values | changes)
 
 

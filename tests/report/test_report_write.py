@@ -17,7 +17,8 @@ NAMES = ["report.html", "tables/results.md", "tables/results.csv", "tables/resul
 
 @pytest.fixture
 def run_dir(tmp_path, make_results):
-    (tmp_path / "results.json").write_text(json.dumps(make_results()))
+    results = {key: value for key, value in make_results().items() if key != "rows_sha256"}  # a made-up one
+    (tmp_path / "results.json").write_text(json.dumps(results))
     return tmp_path
 
 

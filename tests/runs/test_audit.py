@@ -13,6 +13,7 @@ from fedbicross.parts.sequences import empty_generator
 from fedbicross.runs import runner
 from fedbicross.runs.audit import HEADER, AuditSettings, audit, table
 from fedbicross.runs.config import RunConfig, load_config
+from fedbicross.runs.store import DiskStore
 
 FAST = AuditSettings(images=10, pixels=16, epochs=2)
 TINY = {
@@ -108,7 +109,7 @@ def test_folders_that_hold_no_finished_run(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         audit(copy, settings=FAST)
     assert error.value.code == "no_upload"
-    (copy / "partition.json").write_text("{}")
+    DiskStore(copy).write("partition.json", b"{}")
     with pytest.raises(RunError) as error:
         audit(copy, settings=FAST)
     assert error.value.code == "changed"

@@ -16,6 +16,7 @@ from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.report import write_report
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, load_config
+from fedbicross.runs.store import DiskStore
 
 TINY: dict[str, Any] = {
     "model": "resnet8",
@@ -164,6 +165,76 @@ def test_a_damaged_file_is_named_not_used(finished: tuple[Path, dict[str, Any]],
         runner.resume(out)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("config.toml", b"epochs = 1", b"epochs = 300"),
+        ("rows/seed-0/fedavg.json", b'"accuracy":{"global":0', b'"accuracy":{"global":1'),
+        ("results.json", b'"accuracy": {', b'"accurasy": {'),
+    ],
+)
+def test_what_was_edited_is_not_published(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, name: str, old: bytes, new: bytes
+) -> None:
+    """Settings edited after the run would stand over accuracies that were never measured with them."""
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    text = (out / name).read_bytes()
+    assert old in text
+    (out / name).write_bytes(text.replace(old, new))
+    for publish in (write_report, *([] if name == "results.json" else [runner.resume])):
+        with pytest.raises(RunError, match=name) as caught:
+            publish(out)
+        assert caught.value.code == "damaged"
+    if name == "results.json":
+        assert timeless(runner.resume(out)) == timeless(finished[1]), "made again from the rows"
+        write_report(out)
+
+
+def test_a_run_of_an_earlier_version_says_that_it_cannot_be_checked(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    (out / "SHA256SUMS").unlink()
+    with pytest.raises(RunError, match="earlier version") as caught:
+        runner.resume(out)
+    assert caught.value.code == "no_digests"
+    write_report(out)  # from the results alone, whose rows carry their digest
+    results = (out / "results.json").read_text()
+    (out / "results.json").write_text(results.replace('"harmed_clients": 0', '"harmed_clients": 1', 1))
+    with pytest.raises(RunError) as caught:
+        write_report(out)
+    assert caught.value.code == "results_changed"
+
+
+def test_a_row_under_another_name_is_refused(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    row = (out / "rows/seed-0/fedavg.json").read_bytes()
+    (out / "rows/seed-0/ensemble.json").write_bytes(row)
+    with pytest.raises(RunError, match=r"rows/seed-0/ensemble.json"):
+        runner.resume(out)
+    DiskStore(out).save("rows/seed-0/ensemble.json", row)
+    with pytest.raises(RunError, match="another method"):
+        runner.resume(out)
+
+
+@pytest.mark.parametrize("name", ["upload/seed-0/fedavg/client-1", "fuse/seed-0/fedavg/server"])
+def test_a_record_that_vanished_is_named(finished: tuple[Path, dict[str, Any]], tmp_path: Path, name: str) -> None:
+    """Nothing would make it again, and costs, warnings and curves would be other ones."""
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    (out / f"records/{name}.json").unlink()
+    with pytest.raises(RunError, match=f"records/{name}.json is missing"):
+        runner.resume(out)
+
+
+def test_times_are_those_of_the_first_run_even_if_the_log_is_lost(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished[0], tmp_path / "copy")
+    (out / "events.jsonl").unlink()
+    again = {row["method"]: row["seconds_by_stage"] for row in runner.resume(out)["rows"]}
+    assert again == {row["method"]: row["seconds_by_stage"] for row in finished[1]["rows"]}
+
+
 def test_several_seeds_give_several_rows_and_fixed_seeds_share_models() -> None:
     config = tiny(
         seeds=[0, 1],
@@ -213,7 +284,7 @@ def test_refusals_before_anything_is_written(tmp_path: Path, finished: tuple[Pat
 def test_changed_data_are_noticed(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = shutil.copytree(finished[0], tmp_path / "copy")
     text = (out / "config.toml").read_text().replace("train_size = 120", "train_size = 121")
-    (out / "config.toml").write_text(text)
+    DiskStore(out).write("config.toml", text.encode())
     with pytest.raises(RunError, match="not those"):
         runner.resume(out)
 

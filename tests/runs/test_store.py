@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedbicross.errors import RunError
 from fedbicross.runs.store import DiskStore, RunFolder
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(RunError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return caught.value.code
 
 
 def objects(root: Path) -> int:
@@ -79,3 +87,38 @@ def test_events_survive_a_cut_line(tmp_path: Path) -> None:
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write('{"event": "b", "n"')
         assert [event["event"] for event in folder.events()] == ["a"]
+
+
+def test_a_line_of_the_log_that_was_changed_is_refused(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.event(event="fuse", seconds=1.5)
+        folder.event(event="fuse", seconds=2.5)
+        log = tmp_path / "events.jsonl"
+        text = log.read_text()
+        for changed in (text.replace("1.5", "9.5"), text.replace("fuse", "", 1), "\n" + text, "x" + text):
+            log.write_text(changed)
+            assert refused(folder.events) == "damaged"
+        log.write_text(text[:-5])
+        folder.clean()
+        folder.event(event="fuse", seconds=3.5)
+        assert [event["seconds"] for event in folder.events()] == [1.5, 3.5], "a cut line is not one that was changed"
+
+
+def test_what_was_not_written_is_not_loaded(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    store.save("rows/a.json", b"{}")
+    store.save("rows/b.json", b"[]")
+    (tmp_path / "rows/a.json").write_bytes(b"{1}")  # through the hard link
+    assert refused(lambda: store.load("rows/a.json")) == "damaged"
+    store.save("rows/a.json", b"{}")
+    assert store.load("rows/a.json") == b"{}", "saved again it is whole again"
+    (tmp_path / "rows/a.json").unlink()
+    (tmp_path / "rows/b.json").rename(tmp_path / "rows/a.json")
+    assert refused(lambda: DiskStore(tmp_path).load("rows/a.json")) == "damaged"
+    (tmp_path / "rows/new.json").write_bytes(b"{}")
+    assert refused(lambda: store.load("rows/new.json")) == "damaged"
+    (tmp_path / "rows/new.json").unlink()
+    os.mkfifo(tmp_path / "rows/new.json")
+    assert refused(lambda: store.load("rows/new.json")) == "damaged"
+    (tmp_path / "folder").mkdir()
+    assert refused(lambda: store.load("folder")) == "damaged"

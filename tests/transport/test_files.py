@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from fedbicross.federation import simulate
 from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts.calibration import calibrate
+from fedbicross.runs.store import DiskStore
 from fedbicross.transport import files
 from fedbicross.transport.federation_file import CountPolicy
 from fedbicross.transport.site import apply_counts
@@ -125,7 +128,7 @@ def test_a_damaged_copy_is_not_sent(trained: tuple[Sites, dict[str, bytes]], tmp
     data[-1] ^= 1
     (tmp_path / "upload.safetensors").unlink()
     (tmp_path / "upload.safetensors").write_bytes(data)
-    assert code(UploadError, files.make_upload, *make) == "digest"
+    assert code(RunError, files.make_upload, *make) == "damaged"
 
 
 def test_other_images_another_key_or_another_name_are_refused(
@@ -165,7 +168,7 @@ def test_the_rule_on_counts_holds_for_what_was_made_before_it(tmp_path: Path) ->
     exact = files.make_upload(sites.federation, client, key, tmp_path)
     policy = sites.federation.class_counts.model_copy(update={"smallest": 20, "below": "round_up"})
     stricter = sites.federation.model_copy(update={"class_counts": policy})
-    assert stricter.run == sites.federation.run
+    assert (stricter.run, stricter.agreement) == (sites.federation.run, sites.federation.agreement)
     assert code(UploadError, files.verify_upload, stricter, exact) == "small_count"
     said = Said()
     again = files.make_upload(stricter, client, key, tmp_path, said)
@@ -214,6 +217,12 @@ def test_counts_and_their_sum_stay_in_agreement() -> None:
 
 def resigned(sites: Sites, data: bytes, key: Any, **changes: Any) -> bytes:
     return sign(packed_unchecked(replace(Upload.unpack(data), **changes)), key)
+
+
+def addressed(sites: Sites, reply: Reply) -> Reply:
+    """As the server would address it to the first client."""
+    file = sites.federation
+    return replace(reply, client="client-0", run_id=file.run, agreement=file.agreement)
 
 
 def test_uploads_for_another_federation(trained: tuple[Sites, dict[str, bytes]]) -> None:
@@ -280,6 +289,174 @@ def test_two_different_uploads_of_one_site_are_both_refused(trained: tuple[Sites
         "again": "two_uploads",
         "third": "two_uploads",
     }
+
+
+# --- what is signed besides the task -------------------------------------------------------------------------
+
+
+def test_membership_purpose_and_last_day_are_signed(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    """The same run id and settings, but other members: whoever signed did not agree to share with them."""
+    sites, uploads = trained
+    reply = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)["client-0"]
+    stranger = {**sites.federation.clients, "client-3": keys.public_text(keys.generate_key())}
+    fewer = {name: sites.federation.clients[name] for name in NAMES[:2]}
+    for changes, expected in (
+        ({"clients": stranger}, "other_members"),
+        ({"clients": fewer}, "other_members"),
+        ({"purpose": "sale to an insurer"}, "other_agreement"),
+        ({"expires": "2099-12-31"}, "other_agreement"),
+    ):
+        other = make_other(sites, **changes)
+        assert other.run == sites.federation.run
+        assert code(UploadError, files.verify_upload, other, uploads["client-0"]) == expected
+        assert code(UploadError, files.open_reply, other, reply, "client-0") == expected
+    assert (
+        code(UploadError, files.verify_upload, sites.federation, without_agreement(sites, uploads)) == "other_members"
+    )
+
+
+def without_agreement(sites: Sites, uploads: dict[str, bytes]) -> bytes:
+    return resigned(sites, uploads["client-0"], sites.client_keys["client-0"], agreement=None)
+
+
+def test_a_new_member_list_is_signed_without_training_again(tmp_path: Path) -> None:
+    sites, said = make_sites(), Said()
+    make = (sites.clients[0], sites.client_keys["client-0"], tmp_path, said)
+    files.make_upload(sites.federation, *make)
+    more = make_other(sites, clients={**sites.federation.clients, "x": keys.public_text(keys.generate_key())})
+    again = files.make_upload(more, *make)
+    assert files.verify_upload(more, again).agreement == more.agreement
+    assert said.begun == ["training client-0"]
+
+
+def test_after_the_last_day_nothing_is_made_or_taken(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    over = make_other(sites, expires="2020-02-29")
+    client, key = sites.clients[0], sites.client_keys["client-0"]
+    assert code(ConfigError, files.make_upload, over, client, key, tmp_path / "a") == "expired"
+    assert code(ConfigError, files.fuse_uploads, over, uploads, tmp_path / "b", sites.server_key) == "expired"
+    assert code(ConfigError, files.open_reply, over, b"", "client-0") == "expired"
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
+def test_names_that_can_be_taken_for_each_other() -> None:
+    for names in (
+        ("north", "n\u043erth"),  # a Cyrillic o
+        ("n\u043erth", "south"),
+        ("\u0441\u043e\u0440", "cop"),  # all Cyrillic, all Latin
+        ("e\u0301", "south"),  # could also be one letter
+        ("\uff4eorth", "south"),  # wide
+        ("site-1", "site-l"),
+        ("site-O", "site-0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make_sites(names=names)
+        assert caught.value.code == "client_name", names
+    for names in (("Zürich", "São Paulo"), ("север", "юг"), ("北京", "north"), ("site-1", "site-2"), ("a", "i", "l")):
+        assert tuple(make_sites(names=names).federation.clients) == names
+
+
+def test_a_purpose_and_a_day_that_make_no_sense() -> None:
+    for changes, expected in (
+        ({"purpose": "a\nb"}, "purpose"),
+        ({"purpose": "x" * 501}, "purpose"),
+        ({"expires": "soon"}, "expires"),
+        ({"expires": "2027-02-30"}, "expires"),
+        ({"expires": "20270228"}, "expires"),
+        ({"expires": 3}, "bad_value"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make_sites(**changes)
+        assert caught.value.code == expected, changes
+    dated = make_sites(expires=datetime.date(2099, 1, 2), purpose="research").federation
+    assert (dated.agreement.expires, dated.agreement.purpose) == ("2099-01-02", "research")
+
+
+# --- damage in work folders ----------------------------------------------------------------------------------
+
+
+def test_a_damaged_fusion_file_is_one_line(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    kept = tmp_path / "fusion.json"
+    whole = kept.read_bytes()
+    again = (files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key)
+    for damaged in (b"", whole[:20], b"[]", whole.replace(b'"run"', b'"fun"'), b"\xff" * 10, b"[" * 10_000):
+        kept.unlink()
+        kept.write_bytes(damaged)
+        assert code(RunError, *again) == "damaged"
+        store = DiskStore(tmp_path)
+        store.save("fusion.json", damaged)  # with the list of digests changed along
+        assert code(RunError, *again) == "damaged"
+    kept.unlink()
+    kept.write_bytes(whole)
+    assert len(files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)) == 3
+
+
+def test_a_damaged_site_file_is_one_line(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, _ = trained
+    make = (files.make_upload, sites.federation, sites.clients[0], sites.client_keys["client-0"], tmp_path)
+    make[0](*make[1:])
+    for damaged in (b"", b"{}", b'{"run": 1}', b"null"):
+        DiskStore(tmp_path).save("site.json", damaged)
+        assert code(RunError, *make) == "damaged"
+
+
+def test_a_damaged_reply_is_not_handed_out(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    again = (files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key)
+    replies = again[0](*again[1:])
+    kept = tmp_path / "replies" / "client-1.safetensors"
+    flipped = bytearray(replies["client-1"])
+    flipped[-1] ^= 1
+    kept.write_bytes(flipped)
+    assert code(RunError, *again) == "damaged"
+    DiskStore(tmp_path).save("replies/client-1.safetensors", bytes(flipped))
+    with pytest.raises(RunError, match="client-1"):
+        again[0](*again[1:])
+    DiskStore(tmp_path).save("replies/client-1.safetensors", replies["client-0"])
+    assert code(RunError, *again) == "damaged", "somebody else's"
+    DiskStore(tmp_path).drop("replies/client-1.safetensors")
+    assert again[0](*again[1:]) == replies, "deleted, it is made again"
+
+
+def test_a_key_revoked_after_the_fusion_began_is_named(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    revoked = make_other(sites, clients={name: sites.federation.clients[name] for name in NAMES[:2]}, quorum=2)
+    with pytest.raises(RunError, match="client-2") as caught:
+        files.fuse_uploads(revoked, {}, tmp_path, sites.server_key)
+    assert caught.value.code == "members_changed"
+
+
+def test_uploads_are_in_memory_once(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+    sites, uploads = trained
+    paths = {}
+    for name, data in uploads.items():
+        paths[name] = tmp_path / f"{name}.safetensors"
+        paths[name].write_bytes(data)
+    size = sum(map(len, uploads.values()))
+    files.receive(sites.federation, paths)  # what is imported and cached on the way does not count
+    tracemalloc.start()
+    try:
+        received = files.receive(sites.federation, paths)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(received.uploads) == 3 and 0.9 * size < held < 1.5 * size
+
+
+def test_an_upload_that_changes_after_it_was_verified_is_not_used(
+    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+) -> None:
+    sites, uploads = trained
+    path = tmp_path / "client-0.safetensors"
+    path.write_bytes(uploads["client-0"])
+    received = files.receive(sites.federation, {**uploads, "client-0": path})
+    path.write_bytes(uploads["client-1"])
+    fuse = (files.fuse_received, sites.federation, received, tmp_path / "work", sites.server_key)
+    assert code(UploadError, *fuse) == "changing"
+    assert not (tmp_path / "work" / "fusion.json").exists()
 
 
 # --- quorum, late, changed -----------------------------------------------------------------------------------
@@ -382,15 +559,15 @@ def test_a_signed_reply_with_nonsense_in_it_is_one_line(
     trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
 ) -> None:
     sites, _ = trained
-    run, client = sites.federation.run, sites.clients[0]
+    client = sites.clients[0]
     for tensors in ({}, {"head.weight": torch.zeros(3, 3)}):
-        data = sign(Reply(tensors, {"rounds_done": 1}, client.name, run).pack(), sites.server_key)
+        data = sign(addressed(sites, Reply(tensors, {"rounds_done": 1})).pack(), sites.server_key)
         found = code(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
         assert found == "missing_tensor"
-    infinite = sign(packed_unchecked(Reply({"x": torch.tensor([torch.inf])}, {}, client.name, run)), sites.server_key)
+    infinite = sign(packed_unchecked(addressed(sites, Reply({"x": torch.tensor([torch.inf])}))), sites.server_key)
     assert code(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
     bicross = make_sites("fedbicross:k2")
-    nonsense = sign(Reply({}, {}, "client-0", bicross.federation.run).pack(), bicross.server_key)
+    nonsense = sign(addressed(bicross, Reply()).pack(), bicross.server_key)
     work = tmp_path / "bicross"
     assert code(UploadError, files.personalize, bicross.federation, bicross.clients[0], nonsense, work) == "bad_reply"
 
@@ -403,7 +580,7 @@ def forged(sites: Sites, method: str, **changes: torch.Tensor) -> bytes:
         info: dict[str, Any] = {"architectures": ["resnet8"]}
     else:
         tensors, info = {**state, **changes}, {"rounds_done": 1}
-    return sign(Reply(tensors, info, "client-0", sites.federation.run).pack(), sites.server_key)
+    return sign(addressed(sites, Reply(tensors, info)).pack(), sites.server_key)
 
 
 def test_replies_with_impossible_numbers_make_no_model(tmp_path: Path) -> None:

@@ -83,6 +83,10 @@ class SharedStore:
         """The bytes, or None."""
         return self._of(name).load(name)
 
+    def lists(self, name: str) -> bool:
+        """Whether it was ever saved."""
+        return self._of(name).lists(name)
+
     def size(self, name: str) -> int:
         """Length in bytes; 0 where there is nothing."""
         return self._of(name).size(name)
@@ -90,6 +94,10 @@ class SharedStore:
     def save(self, name: str, data: bytes) -> None:
         """Keep the bytes."""
         self._of(name).save(name, data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep the bytes as a file of their own."""
+        self.own.write(name, data)
 
     def drop(self, prefix: str) -> None:
         """Forget a name, or every name in a folder."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 
-FORMAT = 1
+FORMATS = {"upload": 2, "reply": 2}  # of what travels: since 2 with the agreement that it was made under; others 1
 MANIFEST, SIGNER, SIGNATURE = "fedbicross", "signer", "signature"  # the keys of the file's metadata
 _TORCH_NAMES = {
     "I64": "int64",
@@ -95,7 +95,7 @@ def pack(kind: str, tensors: Tensors, manifest: Mapping[str, Any], finite: bool 
     table = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in plain.items()}
     raw = {name: _raw(tensor) for name, tensor in plain.items()}
     digests = {name: _digest(*table[name], raw[name]) for name in plain}
-    values = {"format": FORMAT, "kind": kind, "tensors": digests, "manifest": dict(manifest)}
+    values = {"format": FORMATS.get(kind, 1), "kind": kind, "tensors": digests, "manifest": dict(manifest)}
     text = canonical_json(json.loads(canonical_json(values)))  # twice: keys that are numbers sort otherwise as text
     head, ordered = encode_header({MANIFEST: text}, table)
     return b"".join([head, *(raw[name] for name in ordered)])
@@ -143,10 +143,11 @@ def inspect(data: bytes, limits: Limits = UPLOAD) -> Header:
     outer = _object(_parse(text.encode("utf-8", "surrogatepass"), "the manifest", limits), "no_manifest", "manifest")
     if outer.keys() != {"format", "kind", "manifest", "tensors"}:
         raise UploadError("no_manifest", "the file carries no fedbicross manifest")
-    if type(outer["format"]) is not int or outer["format"] != FORMAT:
-        raise UploadError("format_version", f"this is not a bundle of format {FORMAT}: update the older side")
     if not isinstance(outer["kind"], str):
         raise UploadError("no_manifest", "the kind of the bundle is not a text")
+    wanted = FORMATS.get(outer["kind"], 1)
+    if type(outer["format"]) is not int or outer["format"] != wanted:
+        raise UploadError("format_version", f"this is not a bundle of format {wanted}: update the older side")
     manifest = _object(outer["manifest"], "no_manifest", "the inner manifest")
     digests = _object(outer["tensors"], "tensor_list", "the list of tensors")
     table = _tensor_table(entries, start, len(data), limits)

@@ -123,14 +123,21 @@ def personalize(
     """Make the site's final model from the server's reply, and test it on the images that were held out."""
     agreed = transport.files.load_federation(federation)
     who = site_name(agreed, work, name)
-    deploy.folder.check_absent(out)
-    set_threads(threads)
-    scores = site.finish(site.Site(agreed, who, data, work, device), bundle.read_file(reply), out, onnx)
+    received = bundle.read_file(reply)
+    transport.files.open_reply(agreed, received, who)
+    done = deploy.folder.written_before(out, received, who, onnx)
+    if done is None:
+        deploy.folder.check_absent(out)
+        set_threads(threads)
+        scores = site.finish(site.Site(agreed, who, data, work, device), received, out, onnx)
+    else:
+        scores = {key: done[key] for key in ("test", "alone", "comparison")}
     if json:
         print_json({"path": str(out), "client": who, **scores})
         return
     site.print_scores(f"{who}: on images that were held out", scores)
-    print(f"model: {out} (read {out / deploy.folder.CARD} before you use it)")
+    before = "" if done is None else "done before: "
+    print(f"{before}model: {out} (read {out / deploy.folder.CARD} before you use it)")
 
 
 app.command("predict")(models.predict)

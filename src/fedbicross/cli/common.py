@@ -59,19 +59,23 @@ def keygen(out: Path, as_json: bool, to: TextIO | None = None) -> None:
         raise ConfigError("key_name", f"{out} is the name of a public key; name the private one, e.g. {out.stem}.key")
     if public.exists() or public.is_symlink():
         raise ConfigError("key_exists", f"{public} exists; a key is never overwritten: choose another name")
-    key = bundle.keys.generate_key()
-    bundle.keys.save_private_key(out, key)
+    half = out.is_file()  # a kill came between the two files: the pair is completed
+    key = bundle.keys.load_private_key(out) if half else bundle.keys.generate_key()
+    if not half:
+        bundle.keys.save_private_key(out, key)
     text = bundle.keys.public_text(key)
     fingerprint = bundle.keys.fingerprint(text)
     try:
         write_new(public, f"{text}\n".encode())
     except RunError:
-        out.unlink()  # half a pair is of no use, and would be in the way of the next try
+        if not half:
+            out.unlink()  # half a pair is of no use
         raise
     if as_json:
         print_json({"private": str(out), "public": str(public), "key": text, "fingerprint": fingerprint})
         return
-    print(f"private key: {out} (never give it away, never copy it to another machine)", file=to)
+    was_there = "; it was there already" if half else ""
+    print(f"private key: {out} (never give it away, never copy it to another machine{was_there})", file=to)
     print(f"public key:  {public}\n  {text}\n  fingerprint {fingerprint} (read it out when you hand it over)", file=to)
 
 

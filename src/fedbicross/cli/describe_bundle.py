@@ -60,6 +60,7 @@ def words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tu
     rows = [("kind", header.kind), ("bytes", f"{len(data):,}"), ("SHA-256", str(facts(data)["sha256"]))]
     rows += [("run", str(manifest.get("run_id"))), ("signed by the key", signer)]
     rows += [("from" if header.kind == "upload" else "to", str(manifest.get("client")))]
+    rows += _agreement(manifest.get("agreement"))
     rows += _networks(header)
     if header.kind == "upload":
         rows += [("images per class", _counts(manifest)), ("number of images", _plain(manifest.get("num_samples")))]
@@ -71,6 +72,14 @@ def words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tu
             ("the method says", agreed.build().upload_summary if header.kind == "upload" else "a reply of the server")
         ]
     return [*rows, ("checked", _verdict(data, header, agreed))]
+
+
+def _agreement(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return [("signed for", "no agreement")]
+    members = f"the members with the digest {found['members'][:16]}…"
+    until = f"until {found['expires']}" if found["expires"] else "no last day"
+    return [("signed for", f"{members}; {until}"), ("purpose", found["purpose"] or "not written down")]
 
 
 def _networks(header: Header) -> list[tuple[str, str]]:

@@ -37,6 +37,8 @@ def init(
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
     seed: Annotated[int, typer.Option(help="of every random stream")] = 0,
     quorum: Annotated[int | None, typer.Option(help="uploads that the server waits for (default: all)")] = None,
+    purpose: Annotated[str | None, typer.Option(help="what the models may be used for, in a line")] = None,
+    expires: Annotated[str | None, typer.Option(help="last day of this agreement, YYYY-MM-DD (default: none)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="small settings for a rehearsal")] = False,
     assign: Annotated[list[str] | None, typer.Option("--set", help="any setting: --set training.lr=0.01")] = None,
     json: JsonOption = False,
@@ -49,6 +51,8 @@ def init(
         "model": model,
         "run_id": run_id,
         "quorum": quorum,
+        "purpose": purpose,
+        "expires": expires,
         "training": {} if epochs is None else {"epochs": epochs},
     }
     values = runs.config.merge(values, {key: value for key, value in given.items() if value not in (None, {})})
@@ -148,6 +152,8 @@ def show(
         ("what leaves", method.upload_summary),
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
+        ("purpose", federation.purpose or "not written down"),
+        ("last day", federation.expires or "none"),
         ("quorum", f"{federation.quorum} of {len(federation.clients)}"),
         ("server", bundle.keys.fingerprint(federation.server)),
         *((f"site {name}", bundle.keys.fingerprint(key)) for name, key in federation.clients.items()),

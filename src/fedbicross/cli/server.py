@@ -123,6 +123,24 @@ def fuse(
     print(f"audit log: {log}\n  ends with {last} (write it down: it shows later whether lines are missing)")
 
 
+@app.command("audit")
+def check_log(
+    log: Annotated[Path, typer.Argument(help="the audit.jsonl of a server's work folder")],
+    last: Annotated[
+        str | None, typer.Option(help="the digest that `fuse` printed: shows whether lines are missing")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check the server's log: no line changed, removed or moved; with --last none missing at the end."""
+    chain = bundle.audit.verify(log, last)
+    if json:
+        print_json(chain._asdict())
+        return
+    print(f"{log}: {chain.entries:,} entries, none changed, removed or moved\n  ends with {chain.last}")
+    if last is None:
+        print("whether lines are missing at the end shows only with --last and the digest that `fuse` printed")
+
+
 def _uploads(given: list[Path]) -> tuple[list[Path], list[str]]:
     """The files to look at, and a line about everything else that lies in the folders."""
     paths: list[Path] = []

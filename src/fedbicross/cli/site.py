@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,7 @@ def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str,
         seed=agreed.seed,
         settings=method.config.model_dump(),
         training=agreed.training.model_dump(),
+        reply_sha256=hashlib.sha256(reply).hexdigest(),
     )
     finished = deploy.folder.Finished(made.federated, origin, made.alone, made.calibration_images, scores)
     deploy.folder.write_model(out, finished, onnx=onnx)

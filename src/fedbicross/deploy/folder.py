@@ -54,6 +54,7 @@ class Origin:
     seed: int
     settings: Mapping[str, Any]
     training: Mapping[str, Any]
+    reply_sha256: str | None = None  # of the reply that it was made from, in a federation
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,17 @@ def check_absent(out: Path) -> None:
     """Nothing is replaced unasked."""
     if out.exists() or out.is_symlink():
         raise RunError("exists", f"{out} exists already; choose another --out, or remove it")
+
+
+def written_before(out: Path, reply: bytes, client: str, onnx: bool) -> dict[str, Any] | None:
+    """The settings of a folder that holds the model which this client made of this reply; None for any other."""
+    if not (out / SETTINGS).is_file() or (onnx and not (out / ONNX).is_file()):
+        return None
+    settings = read_settings(out)
+    if (settings["origin"]["client"], settings["origin"].get("reply_sha256")) != (client, _sha256(reply)):
+        return None
+    load_model(out)  # whatever is wrong with it is said
+    return settings
 
 
 def load_model(path: str | Path, alone: bool = False) -> Predictor:

@@ -23,10 +23,9 @@ from fedbicross.evaluate import mmd, reconstruction
 from fedbicross.messages import Client, Upload, file_name
 from fedbicross.methods.base import SyntheticFeatures
 from fedbicross.report import text
-from fedbicross.runs.config import RunConfig, check, read_toml
-from fedbicross.runs.runner import make_clients, prepare
+from fedbicross.runs.config import RunConfig
+from fedbicross.runs.runner import check_partition, make_clients, prepare, stored_config
 from fedbicross.runs.store import RunFolder
-from fedbicross.settings import parse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,15 +67,11 @@ def audit(
     Without names, every method of the run that sends synthetic features, and of each the client with most images.
     """
     settings, progress = settings or AuditSettings(), progress or Silent()
-    if not (out / "config.toml").is_file():
-        raise RunError("not_a_run", f"{out} holds no run (no config.toml)")
-    config = parse(RunConfig, read_toml(out / "config.toml"))
-    check(config)
+    config = stored_config(out)
     chosen = _methods(config, methods)
     with RunFolder(out) as folder:
         prepared = prepare(config)
-        if folder.store.load("partition.json") != prepared.partition_text.encode():
-            raise RunError("changed", f"the data or their partition are not those that {out} was started with")
+        check_partition(folder, prepared)
         seed = config.seeds[0]
         dataset, partition = prepared.dataset, prepared.partitions[seed]
         task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, config.model)

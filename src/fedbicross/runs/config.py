@@ -15,7 +15,7 @@ from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
 from fedbicross.methods.base import Method, mixed_models_problem
-from fedbicross.settings import Settings, as_toml, parse, read_toml
+from fedbicross.settings import Settings, as_toml, parse, parse_toml, read_toml
 
 __all__ = [
     "QUICK",
@@ -26,6 +26,7 @@ __all__ = [
     "load_config",
     "merge",
     "parse_assignment",
+    "parse_toml",
     "read_toml",
     "resolve",
 ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fedbicross import sums
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
 from fedbicross.engine.device import resolve_device
@@ -28,7 +29,7 @@ from fedbicross.runs.config import RunConfig, as_toml
 from fedbicross.runs.store import DiskStore
 
 Engine = Literal["local", "ray"]
-_NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", ".lock"}
+_NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", ".lock", sums.NAME}
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,17 @@ def _begin(folder: Path, config: RunConfig, sources: Sequence[Path]) -> None:
     store = DiskStore(folder)
     events = []
     for source in sources:
+        done = DiskStore(source)
         for path in sorted(source.rglob("*")):
             name = path.relative_to(source)
             wanted = path.is_file() and name.parts[0] not in (*_NOT_COPIED, "objects")
             if wanted and not path.name.startswith(TEMPORARY):
-                store.save(name.as_posix(), path.read_bytes())
+                store.save(name.as_posix(), done.load(name.as_posix()) or b"")
         log = source / "events.jsonl"
         events.append(log.read_bytes() if log.is_file() else b"")
     write_atomic(folder / "events.jsonl", b"".join(events))
-    write_atomic(folder / "partition.json", runner.prepare(config).partition_text.encode())
-    write_atomic(folder / "config.toml", as_toml(config).encode())
+    store.write("partition.json", runner.prepare(config).partition_text.encode())
+    store.write("config.toml", as_toml(config).encode())
 
 
 RunJobs = Callable[[Sequence[Job]], Iterator[str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,18 +12,26 @@ import torch
 from fedbicross import parts
 from fedbicross.bundle import pack, unpack
 from fedbicross.bundle.format import canonical_json
-from fedbicross.context import Context
+from fedbicross.context import Context, Record
 from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, compare_client, score_client, subsets
 from fedbicross.evaluate.summary import reference, summarise
 from fedbicross.federation import records, round_records, travelled
 from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.methods.base import Method
+from fedbicross.settings import Settings, read_json
 
 if TYPE_CHECKING:
     from fedbicross.context import Store
 
 
 Predictions = Mapping[str, np.ndarray]  # probabilities [n,C] of each client's model on the whole test set
+
+
+class _RoundScore(Settings):
+    """Accuracy after one of several rounds."""
+
+    round: int
+    accuracy: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ def score_round(
 
 def _by_round(ctx: Context, rounds: int) -> list[dict[str, Any]]:
     names = [f"rounds/{ctx.scope}/round-{number:03d}.json" for number in range(1, rounds + 1)] if rounds > 1 else []
-    return [json.loads(data) for data in map(ctx.store.load, names) if data is not None]
+    found = {name: ctx.store.load(name) for name in names}
+    return [read_json(_RoundScore, data, name).model_dump() for name, data in found.items() if data is not None]
 
 
 def make_row(
@@ -206,7 +214,7 @@ def _flops(ctx: Context, clients: Sequence[Client], method: Method[Any], side: s
 
 def _recorded(store: Store, name: str) -> int:
     data = store.load(name)
-    return 0 if data is None else int(json.loads(data)["flops"])
+    return 0 if data is None else read_json(Record, data, name).flops
 
 
 def _merge_diagnosis(kept: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -236,4 +244,4 @@ def seconds_by_stage(
         out[verb] += sum(
             e["seconds"] for e in partial if e["verb"] == verb
         )  # up to each checkpoint, also before a kill
-    return {stage: round(value, 3) for stage, value in out.items()}
+    return {stage: round(float(value), 3) for stage, value in out.items()}

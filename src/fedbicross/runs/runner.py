@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbicross import __version__, models, seeds
-from fedbicross.atomic import TEMPORARY, write_atomic
+from fedbicross import __version__, models, seeds, sums
+from fedbicross.atomic import TEMPORARY
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
 from fedbicross.data import DATASETS, Dataset, Partition, client_images, load_dataset, make_partition, test_images
@@ -30,7 +30,7 @@ from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client
 from fedbicross.report.text import duration, flops
-from fedbicross.runs.config import RunConfig, as_toml, check, read_toml
+from fedbicross.runs.config import RunConfig, as_toml, check, parse_toml
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import RememberLast
 from fedbicross.runs.rows import (
@@ -43,8 +43,8 @@ from fedbicross.runs.rows import (
     seconds_by_stage,
     stored_predictions,
 )
-from fedbicross.runs.store import RunFolder
-from fedbicross.settings import parse
+from fedbicross.runs.store import DiskStore, RunFolder
+from fedbicross.settings import parse, read_json
 
 SCHEMA = 1
 BASELINES = ("majority", "ensemble")  # and every way of training alone
@@ -143,9 +143,19 @@ def run(
 
 def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | None = None) -> dict[str, Any]:
     """Continue a killed run to the results that it would have had."""
+    config = stored_config(out)
+    with RunFolder(out) as folder:
+        prepared = prepare(config, dataset)
+        check_partition(folder, prepared)
+        folder.clean()
+        return run_prepared(prepared, folder, progress or Silent())
+
+
+def stored_config(out: Path) -> RunConfig:
+    """The configuration that a run was begun with; one that was edited since is refused."""
     if not (out / "config.toml").is_file():
         raise RunError("not_a_run", f"{out} holds no run (no config.toml)")
-    config = parse(RunConfig, read_toml(out / "config.toml"))
+    config = parse(RunConfig, parse_toml(DiskStore(out).load("config.toml") or b"", out / "config.toml"))
     try:
         check(config)
     except ConfigError as error:
@@ -153,15 +163,17 @@ def resume(out: Path, *, dataset: Dataset | None = None, progress: Progress | No
             raise
         again = f"a class of your own has to be given again: fedbicross.resume({str(out)!r}, methods=[...])"
         raise ConfigError(error.code, f"{error.args[0]}; {again}") from None
-    with RunFolder(out) as folder:
-        prepared = prepare(config, dataset)
-        if folder.store.load("partition.json") != prepared.partition_text.encode():
-            raise RunError("changed", f"the data or their partition are not those that {out} was started with")
-        folder.clean()
-        return run_prepared(prepared, folder, progress or Silent())
+    return config
 
 
-BEGINNING = {".lock", "partition.json"}  # what a run killed before its config.toml leaves: nothing worth keeping
+def check_partition(folder: RunFolder, prepared: Prepared) -> None:
+    """Refuse to go on with other images than the run was begun with."""
+    if folder.store.load("partition.json") != prepared.partition_text.encode():
+        raise RunError("changed", f"the data or their partition are not those that {folder.path} was started with")
+
+
+# What a run killed before its config.toml leaves: nothing worth keeping.
+BEGINNING = {".lock", sums.NAME, "partition.json"}
 
 
 def check_place(out: Path, replace: bool) -> None:
@@ -190,11 +202,11 @@ def _new_folder(out: Path, replace: bool, prepared: Prepared) -> Iterator[RunFol
             check_place(out, replace)  # again, now that nobody else can change it
             try:
                 _empty(out)
-                write_atomic(out / "partition.json", prepared.partition_text.encode())
-                write_atomic(out / "config.toml", as_toml(prepared.config).encode())  # last: it marks a run
+                folder.store.write("partition.json", prepared.partition_text.encode())
+                folder.store.write("config.toml", as_toml(prepared.config).encode())  # last: it marks a run
                 begun = True
             except OSError as error:
-                for name in ("config.toml", "partition.json", ".lock"):
+                for name in ("config.toml", "partition.json", sums.NAME, ".lock"):
                     (out / name).unlink(missing_ok=True)
                 raise RunError("cannot_write", f"cannot write to {out}: {error.strerror}") from None
             yield folder
@@ -316,6 +328,16 @@ def _one_seed(
         event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
         return found
 
+    def times(ctx: Context, kept: list[dict[str, Any]], row_was_there: bool) -> dict[str, float]:
+        """Seconds by stage, kept when the row is made: the log may be cut later, its times may not change."""
+        name = f"times/{ctx.scope}.json"
+        told = store.load(name) if row_was_there else None
+        if told is not None:
+            return read_json(dict[str, float], told, name)
+        found = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)
+        store.save(name, canonical_json(found).encode())
+        return found
+
     def finished(spec: str) -> dict[str, np.ndarray] | None:
         ctx = context(spec)
         return None if store.load(f"rows/{ctx.scope}.json") is None else stored_predictions(clients, ctx)
@@ -342,15 +364,24 @@ def _one_seed(
             row = make_row(spec, method, clients, made, test, owners, ctx, bar, role)
             store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
         else:
-            row = json.loads(saved)
+            row = _row(saved, ctx, spec)
         kept = records(ctx, [client.name for client in clients], method.rounds)
-        stages = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)
+        stages = times(ctx, kept, saved is not None)
         rows.append({**row, "seconds": round(sum(stages.values()), 3), "seconds_by_stage": stages})
         for record in kept:
             _note_training(record, ctx, summary, clients)
         _write_results(folder, _results(summary, earlier + rows, complete=False))
     done(len(earlier) + len(rows), "")
     return sorted(rows, key=lambda row: specs.index(row["method"]))
+
+
+def _row(data: bytes, ctx: Context, spec: str) -> dict[str, Any]:
+    """A finished row: of this method and seed."""
+    name = f"rows/{ctx.scope}.json"
+    row = read_json(dict[str, Any], data, name)
+    if row.get("method") != spec or row.get("seed") != ctx.seed:
+        raise RunError("damaged", f"{name} is the row of another method or seed; {sums.advice(name)}")
+    return row
 
 
 def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], dict[str, int]]:
@@ -427,12 +458,10 @@ def _header(prepared: Prepared) -> dict[str, Any]:
 
 
 def _results(summary: Mapping[str, Any], rows: list[dict[str, Any]], complete: bool) -> dict[str, Any]:
-    timeless = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
-    digest = hashlib.sha256(canonical_json(timeless).encode()).hexdigest()
-    return {"schema": SCHEMA, "complete": complete, "rows": rows, "rows_sha256": digest, **summary}
+    return {"schema": SCHEMA, "complete": complete, "rows": rows, "rows_sha256": sums.rows_digest(rows), **summary}
 
 
 def _write_results(folder: RunFolder | None, results: Mapping[str, Any]) -> None:
     if folder is not None:
         text = json.dumps(results, indent=1, sort_keys=True, allow_nan=False)
-        write_atomic(folder.path / "results.json", text.encode())
+        folder.store.write("results.json", text.encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -13,24 +12,37 @@ from typing import Any
 
 from filelock import lock_descriptor
 
-from fedbicross.atomic import TEMPORARY, write_atomic
+from fedbicross import sums
+from fedbicross.atomic import TEMPORARY, read_plain, write_atomic
 from fedbicross.errors import RunError
 
 OBJECTS = "objects"
 
 
 class DiskStore:
-    """``context.Store`` in a folder. Content lies under ``objects/<sha256>``; names are hard links to it."""
+    """``context.Store`` in a folder. Content lies under ``objects/<sha256>``; names are hard links to it.
+
+    What is loaded must be what was saved: ``SHA256SUMS`` says what that was.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.sums = sums.Sums(root)
 
     def load(self, name: str) -> bytes | None:
-        """The bytes, or None."""
+        """The bytes, or None; bytes that were not saved under this name are refused."""
         try:
-            return (self.root / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            data = read_plain(self.root / name)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise RunError("damaged", f"{name} in {self.root}: {error.strerror}; {sums.advice(name)}") from None
+        self.sums.check(name, data)
+        return data
+
+    def lists(self, name: str) -> bool:
+        """Whether it was ever saved, or a kill came just before."""
+        return self.sums.lists(name)
 
     def size(self, name: str) -> int:
         """Length in bytes; 0 where there is nothing."""
@@ -42,9 +54,11 @@ class DiskStore:
     def save(self, name: str, data: bytes) -> None:
         """Keep the bytes; what an earlier name already holds is linked, not written again."""
         path = self.root / name
-        content = self.root / OBJECTS / hashlib.sha256(data).hexdigest()
-        if not content.exists() or content.read_bytes() != data:  # a damaged copy must not come back by its name
+        digest = hashlib.sha256(data).hexdigest()
+        content = self.root / OBJECTS / digest
+        if not content.is_file() or content.read_bytes() != data:  # a damaged copy must not come back by its name
             write_atomic(content, data)
+        self.sums.note(name, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         link = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name[:100]}")
         try:
@@ -59,6 +73,11 @@ class DiskStore:
             return
         if old is not None and old.st_nlink <= 2:
             self._sweep({old.st_ino})
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep the bytes as a file of their own, for people to read."""
+        self.sums.note(name, hashlib.sha256(data).hexdigest())
+        write_atomic(self.root / name, data)
 
     def drop(self, prefix: str) -> None:
         """Forget a name, or every name in a folder, and the content that no name refers to any more."""
@@ -121,9 +140,10 @@ class RunFolder:
         """Clean up what a kill may have left: temporary files, content without a name, a cut last line of the log."""
         log = self.path / "events.jsonl"
         try:
-            if log.exists() and not log.read_bytes().endswith(b"\n"):
-                with log.open("a", encoding="utf-8") as file:
-                    file.write("\n")
+            if log.is_file():
+                whole = log.read_bytes().rfind(b"\n") + 1
+                if whole != log.stat().st_size:
+                    os.truncate(log, whole)  # a line that a kill cut off
             for leftover in self.path.rglob(f"{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
             for content in (self.path / OBJECTS).glob("*"):
@@ -133,21 +153,28 @@ class RunFolder:
             raise RunError("cannot_write", f"cannot write to {self.path}: {error.strerror}") from None
 
     def event(self, **fields: Any) -> None:
-        """Append one line to events.jsonl."""
-        line = json.dumps({"time": time.time(), **fields}) + "\n"
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line)
+        """Append one line to events.jsonl: the event, a tab, and the beginning of its SHA-256."""
+        text = json.dumps({"time": time.time(), **fields}).encode()
+        with (self.path / "events.jsonl").open("ab") as file:
+            file.write(text + b"\t" + _mark(text) + b"\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """All whole lines of the log; a line cut by a kill is passed over."""
+        """All whole lines of the log; a line cut by a kill is passed over, one that was changed is refused."""
+        path = self.path / "events.jsonl"
         try:
-            lines = (self.path / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_plain(path).split(b"\n")[:-1]
         except FileNotFoundError:
             return []
-        out = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    out.append(event)
+        except OSError as error:
+            raise RunError("damaged", f"{path}: {error.strerror}; delete it, and times are no longer told") from None
+        out: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            text, _, mark = line.rpartition(b"\t")
+            if mark != _mark(text):
+                raise RunError("damaged", f"{path}: line {number} was changed; delete it, and its time is not told")
+            out.append(json.loads(text))
         return out
+
+
+def _mark(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()

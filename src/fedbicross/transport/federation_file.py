@@ -1,8 +1,9 @@
 """``federation.toml``: what all sites agree on before anyone trains. Torch-free.
 
 Two digests guard the agreement. ``run`` goes into every upload and reply; it covers all that determines the result
-(task, method, training, seed), so that a file made under other settings is refused. ``fingerprint`` covers the whole
-file, keys included; sites read it to each other over the telephone before they begin.
+(task, method, training, seed), so that a file made under other settings is refused. ``agreement`` goes there too: who
+the members are, what the models are for, and until when. ``fingerprint`` covers the whole file, keys included; sites
+read it to each other over the telephone before they begin.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import unicodedata
 from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedbicross import models
 from fedbicross.bundle import keys
@@ -22,7 +25,7 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Task
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
-from fedbicross.messages import file_name
+from fedbicross.messages import Agreement, file_name
 from fedbicross.methods import create, find
 from fedbicross.methods.base import Method
 from fedbicross.settings import Settings, as_toml, parse, read_toml
@@ -30,6 +33,10 @@ from fedbicross.settings import Settings, as_toml, parse, read_toml
 MAX_FILE = 1 << 20  # bytes
 MAX_CLIENTS = 1000
 MAX_NAME = 100  # characters
+MAX_PURPOSE = 500
+# Alphabets with letters that look like those of another. The first word of a letter's Unicode name is its alphabet.
+_ALPHABETS = frozenset({"LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "COPTIC", "CHEROKEE"})
+_LOOK_ALIKE = str.maketrans("1I|O", "lll0")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RECIPE_SHOWN = 16  # hex digits of the digest of all that determines the result
 
@@ -61,8 +68,17 @@ class FederationFile(Settings):
     )
     quorum: int = Field(ge=1, description="uploads without which the server does not fuse")
     class_counts: CountPolicy = Field(default_factory=CountPolicy)
+    purpose: str = Field("", description="what the models may be used for; signed into every upload and reply")
+    expires: str | None = Field(
+        None, description="last day, YYYY-MM-DD in UTC, on which files of this run are made or taken; none: no end"
+    )
     server: str = Field(description="public key that signs the replies")
     clients: dict[str, str] = Field(description="name of each site and the public key that signs its upload")
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return value.isoformat() if type(value) is date else value  # TOML knows dates
 
     @property
     def task(self) -> Task:
@@ -73,6 +89,13 @@ class FederationFile(Settings):
     def run(self) -> str:
         """Run id and digest of what determines the result; stands in every upload and reply."""
         return f"{self.run_id}+{self._recipe_digest()[:_RECIPE_SHOWN]}"
+
+    @property
+    def agreement(self) -> Agreement:
+        """Members, purpose and last day; stands in every upload and reply."""
+        members = canonical_json({"server": self.server, "clients": self.clients})
+        digest = hashlib.sha256(members.encode()).hexdigest()
+        return Agreement(members=digest, purpose=self.purpose, expires=self.expires)
 
     @property
     def fingerprint(self) -> str:
@@ -165,6 +188,7 @@ def check_federation(federation: FederationFile) -> None:
     _check_classes(federation.classes)
     models.check(federation.model, federation.channels, len(federation.classes), federation.image_size)
     _check_keys(federation)
+    _check_purpose(federation)
     if federation.quorum > len(federation.clients):
         raise ConfigError("quorum", f"quorum: {federation.quorum} of {len(federation.clients)} clients cannot be met")
     _check_method(federation)
@@ -193,13 +217,48 @@ def _check_keys(federation: FederationFile) -> None:
         if key in owners:  # whoever holds it could speak for both
             raise ConfigError("same_key", f"{place}: the same key as that of {owners[key]}")
         owners[key] = name
+    _check_names(list(federation.clients))
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Names that no two people can confuse, and no two disks."""
     folded: dict[str, str] = {}
-    for name in federation.clients:
+    alphabets: dict[str, str] = {}  # and who uses it first
+    for name in names:
         if not name or not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
             raise ConfigError("client_name", f"clients: {name!r} is no plain name of at most {MAX_NAME} characters")
-        for alike in (name.casefold(), file_name(name).casefold()):  # the same file name, on some disks or on all
+        if unicodedata.normalize("NFKC", name) != name:
+            raise ConfigError("client_name", f"clients: {name!r} can be written in another way; use its NFKC form")
+        for letter in filter(str.isalpha, name):
+            alphabet = unicodedata.name(letter, "").partition(" ")[0]
+            if alphabet in _ALPHABETS:
+                alphabets.setdefault(alphabet, name)
+        if len(alphabets) > 1:
+            (one, first), (other, second) = list(alphabets.items())[:2]
+            what = f"{first!r} has {one} letters and {second!r} has {other} ones, which look alike"
+            raise ConfigError("client_name", f"clients: {what}; use one alphabet for all names")
+        # The same file name, on some disks or on all; or the same to the eye.
+        for alike in (name.casefold(), file_name(name).casefold(), name.translate(_LOOK_ALIKE).casefold()):
             if folded.setdefault(alike, name) != name:
                 raise ConfigError("client_name", f"clients: {name!r} and {folded[alike]!r} are too much alike")
+
+
+def _check_purpose(federation: FederationFile) -> None:
+    if not federation.purpose.isprintable() or len(federation.purpose) > MAX_PURPOSE:
+        raise ConfigError("purpose", f"purpose: one line of at most {MAX_PURPOSE} characters")
+    if federation.expires is not None:
+        try:
+            same = date.fromisoformat(federation.expires).isoformat() == federation.expires
+        except ValueError:
+            same = False
+        if not same:
+            raise ConfigError("expires", f"expires: {federation.expires[:20]!r} is no day; write YYYY-MM-DD")
+
+
+def check_not_expired(federation: FederationFile) -> None:
+    """After its last day nothing is made or taken under an agreement."""
+    if federation.expires is not None and datetime.now(UTC).date().isoformat() > federation.expires:
+        raise ConfigError("expired", f"this federation ended on {federation.expires}; agree on a new federation file")
 
 
 def _check_method(federation: FederationFile) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,9 @@ from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
 from fedbicross.messages import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
+from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import FederationFile
-from fedbicross.transport.verify import verify_upload
+from fedbicross.transport.verify import open_reply, verify_upload
 from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
 
 if TYPE_CHECKING:
@@ -37,11 +37,24 @@ class Refused:
     sha256: str | None = None
 
 
+class _Begun(Settings):
+    """What a fusion was begun with; kept in its work folder."""
+
+    run: str
+    server: str  # its key
+    clients: dict[str, str]  # name and key of every member
+    uploads: dict[str, str]  # SHA-256 by client
+
+
 @dataclass(frozen=True)
 class Received:
-    """What came in: what may be used, what was refused and why, and who is missing."""
+    """What came in: what may be used, what was refused and why, and who is missing.
 
-    files: dict[str, bytes] = field(default_factory=dict)  # the verified bytes by client
+    ``files`` are read again where their bytes are needed, and must be the same: no upload is in memory twice.
+    """
+
+    files: dict[str, bytes | Path] = field(default_factory=dict)  # what was verified, by client
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the verified bytes
     uploads: dict[str, Upload] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)  # by source
     sources: dict[str, str] = field(default_factory=dict)  # source by client
@@ -53,7 +66,8 @@ def receive(federation: FederationFile, uploads: Mapping[str, bytes | Path]) -> 
 
     A client that sends two different files is refused altogether: the server must not choose for it.
     """
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes | Path] = {}
+    digests: dict[str, str] = {}
     sources: dict[str, str] = {}
     opened: dict[str, Upload] = {}
     refused: dict[str, Refused] = {}
@@ -69,17 +83,18 @@ def receive(federation: FederationFile, uploads: Mapping[str, bytes | Path]) -> 
             continue
         name = upload.client
         if name not in files:
-            files[name], opened[name], sources[name] = data, upload, source
-        elif files[name] != data:
+            files[name], digests[name], opened[name], sources[name] = given, digest, upload, source
+        elif digests[name] != digest:
             twice.add(name)
             refused[source] = Refused(_two(name, sources[name]), digest)
     for name in sorted(twice):
-        refused[sources[name]] = Refused(_two(name, "another file"), _sha256(files[name]))
-        del files[name], opened[name], sources[name]
+        refused[sources[name]] = Refused(_two(name, "another file"), digests[name])
+        del files[name], digests[name], opened[name], sources[name]
     names = sorted(files)
     missing = tuple(name for name in sorted(federation.clients) if name not in files)
     return Received(
         {name: files[name] for name in names},
+        {name: digests[name] for name in names},
         {name: opened[name] for name in names},
         refused,
         {name: sources[name] for name in names},
@@ -140,9 +155,13 @@ def fuse_received(
         taking_part = _taking_part(federation, received, folder, quorum, ctx.progress, log)
         paths = {name: f"replies/{file_name(name)}.safetensors" for name in taking_part}
         found = {name: folder.store.load(path) for name, path in paths.items()}
-        if any(data is None for data in found.values()):
+        for name, kept in found.items():
+            _check_kept(federation, name, kept, folder)
+        if all(data is not None for data in found.values()):
+            ctx.progress.say("done before: the replies are those that were made then")
+        else:
             for name, reply in _fuse(federation, list(taking_part.values()), ctx).items():
-                addressed = replace(reply, client=name, run_id=federation.run)
+                addressed = replace(reply, client=name, run_id=federation.run, agreement=federation.agreement)
                 found[name] = data = sign(addressed.pack(), server_key)
                 folder.store.save(paths[name], data)
                 audit.append(log, {"what": "reply", "client": name, "sha256": _sha256(data)})
@@ -168,8 +187,8 @@ def _tell(received: Received, ctx: Context, log: Path) -> None:
         ctx.progress.say(f"refused {source}: {error}")
         entry = {"what": "refused", "source": printable(source)[:200], "code": error.code, "reason": error.args[0]}
         audit.append(log, {**entry, "sha256": refused.sha256})
-    for name, data in received.files.items():
-        audit.append(log, {"what": "accepted", "client": name, "sha256": _sha256(data)})
+    for name, digest in received.digests.items():
+        audit.append(log, {"what": "accepted", "client": name, "sha256": digest})
     for name in received.missing:
         ctx.progress.say(f"missing: {name}")
     for flag in validate.flag_suspicious(list(received.uploads.values()), _initial_network(ctx)):
@@ -195,7 +214,7 @@ def _taking_part(
     """Who takes part: fixed by the first call that reaches the quorum, and kept with the bytes."""
     kept = folder.store.load(FUSION)
     if kept is not None:
-        return _as_before(federation, received, folder, json.loads(kept), progress)
+        return _as_before(federation, received, folder, read_json(_Begun, kept, FUSION), progress)
     needed = federation.quorum if quorum is None else quorum
     if len(received.uploads) < max(needed, 1):
         raise MethodError(
@@ -204,23 +223,32 @@ def _taking_part(
             f"missing: {', '.join(received.missing) or 'none'}",
         )
     validate.check_same_task(list(received.uploads.values()))
-    for name, data in received.files.items():
-        folder.store.save(f"uploads/{file_name(name)}.safetensors", data)
-    digests = {name: _sha256(data) for name, data in received.files.items()}
-    folder.store.save(FUSION, canonical_json({"run": federation.run, "uploads": digests}).encode())
-    audit.append(log, {"what": "fusion", "clients": sorted(digests), "missing": list(received.missing)})
+    for name in received.files:
+        folder.store.save(f"uploads/{file_name(name)}.safetensors", _again(received, name))
+    begun = _Begun(run=federation.run, server=federation.server, clients=federation.clients, uploads=received.digests)
+    folder.store.save(FUSION, canonical_json(begun.model_dump()).encode())
+    audit.append(log, {"what": "fusion", "clients": sorted(received.files), "missing": list(received.missing)})
     return received.uploads
 
 
 def _as_before(
-    federation: FederationFile, received: Received, folder: RunFolder, begun: Mapping[str, Any], progress: Progress
+    federation: FederationFile, received: Received, folder: RunFolder, begun: _Begun, progress: Progress
 ) -> dict[str, Upload]:
     """The uploads with which this fusion was begun, from the copies kept then."""
-    if begun["run"] != federation.run:
+    if begun.run != federation.run:
         raise RunError("changed", f"{folder.path} was begun for another run; choose another --work")
+    if (begun.server, begun.clients) != (federation.server, federation.clients):
+        gone = [name for name, key in begun.clients.items() if federation.clients.get(name) != key]
+        other = "a site was added, or the server has another key"
+        who = f"no longer listed, or with another key: {', '.join(gone)}" if gone else other
+        raise RunError(
+            "members_changed",
+            f"the fusion in {folder.path} was begun with other members ({who}); "
+            "fuse anew in another --work, with uploads that were signed for the new list",
+        )
     out = {}
-    for name, digest in sorted(begun["uploads"].items()):
-        if name in received.files and _sha256(received.files[name]) != digest:
+    for name, digest in sorted(begun.uploads.items()):
+        if received.digests.get(name, digest) != digest:
             raise RunError(
                 "uploads_changed",
                 f"{name!r} sent another upload after the fusion in {folder.path} had begun; "
@@ -233,6 +261,26 @@ def _as_before(
     for late in sorted(set(received.uploads) - set(out)):
         progress.say(f"late: {late} came after the fusion had begun and takes no part; another --work fuses anew")
     return out
+
+
+def _again(received: Received, name: str) -> bytes:
+    """The verified bytes of an upload."""
+    given = received.files[name]
+    data = given if isinstance(given, bytes) else read_file(given, UPLOAD)
+    if _sha256(data) != received.digests[name]:
+        raise UploadError("changing", f"{name!r}'s upload changed while it was read: try again")
+    return data
+
+
+def _check_kept(federation: FederationFile, name: str, kept: bytes | None, folder: RunFolder) -> None:
+    """A reply that was made before is handed out only if its receiver would take it."""
+    if kept is not None:
+        try:
+            open_reply(federation, kept, name)
+        except UploadError as error:
+            raise RunError(
+                "damaged", f"the reply to {name!r} in {folder.path} is not one to send ({error}); use another --work"
+            ) from None
 
 
 def _sha256(data: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Upload, file_name
 from fedbicross.runs.store import RunFolder
-from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
+from fedbicross.settings import Settings, read_json
+from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
 from fedbicross.transport.verify import counts_agree, open_reply, verify_upload
 from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
 
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 SENT = "upload.safetensors"
 SITE = "site.json"
+
+
+class _Begun(Settings):
+    """What a site's work was begun with; kept in its work folder."""
+
+    run: str
+    client: str
+    data: str  # SHA-256 of the images
+    device: str
 
 
 def make_upload(
@@ -38,6 +47,7 @@ def make_upload(
     device: str = "auto",
 ) -> bytes:
     """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again."""
+    check_not_expired(federation)
     check_key(federation, client.name, key)
     _check_images(federation, client)
     with work_folder(work) as folder:
@@ -45,11 +55,14 @@ def make_upload(
         kept = folder.store.load(SENT)
         if kept is not None and _may_leave(federation, key, kept):
             verify_upload(federation, kept)
+            ctx.progress.say("done before: the upload is the one that was made then")
             return kept
         name = f"{SCOPE}/{file_name(client.name)}"
         upload = pipeline.make_upload(federation.build(), client, ctx, name)
         say_warnings(ctx, "upload", name, _agreed_settings(federation))
-        upload = replace(apply_counts(federation.class_counts, upload), run_id=federation.run)
+        upload = replace(
+            apply_counts(federation.class_counts, upload), run_id=federation.run, agreement=federation.agreement
+        )
         data = sign(upload.pack(), key)
         verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
         folder.store.save(SENT, data)
@@ -64,9 +77,10 @@ def check_key(federation: FederationFile, name: str, key: Ed25519PrivateKey) -> 
 
 
 def _may_leave(federation: FederationFile, key: Ed25519PrivateKey, data: bytes) -> bool:
-    """Whether an upload that was made before is still right: signed with this key, by today's rule on counts."""
+    """Whether an upload that was made before is still right: by today's key, rule on counts, and agreement."""
     signed = inspect(data, UPLOAD).signer == keys.public_text(key)
-    return signed and counts_agree(federation.class_counts, Upload.unpack(data))
+    upload = Upload.unpack(data)
+    return signed and upload.agreement == federation.agreement and counts_agree(federation.class_counts, upload)
 
 
 def _check_images(federation: FederationFile, client: Client) -> None:
@@ -185,12 +199,12 @@ def _site_context(
 ) -> Context:
     """The context of a site's work, refusing a folder that was begun with other images or for another run."""
     kept = folder.store.load(SITE)
-    before = json.loads(kept) if kept else None
-    ctx = make_context(federation, folder, progress, before["device"] if before and device == "auto" else device)
-    now = {"run": federation.run, "client": client.name, "data": client.digest, "device": ctx.device}
+    before = read_json(_Begun, kept, SITE) if kept is not None else None
+    ctx = make_context(federation, folder, progress, before.device if before and device == "auto" else device)
+    now = _Begun(run=federation.run, client=client.name, data=client.digest, device=ctx.device)
     if before is None:
-        folder.store.save(SITE, canonical_json(now).encode())
+        folder.store.save(SITE, canonical_json(now.model_dump()).encode())
     for key, what in (("run", "for another run"), ("client", "for another client"), ("data", "with other images")):
-        if before is not None and before[key] != now[key]:
+        if before is not None and getattr(before, key) != getattr(now, key):
             raise RunError("changed", f"{folder.path} was begun {what}; choose another --work, or empty it")
     return ctx

@@ -11,7 +11,7 @@ from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
 from fedbicross.errors import UploadError
 from fedbicross.messages import Reply, Upload
-from fedbicross.transport.federation_file import CountPolicy, FederationFile, find_client
+from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
 
 
 def verify_upload(federation: FederationFile, data: bytes) -> Upload:
@@ -27,10 +27,12 @@ def verify_upload(federation: FederationFile, data: bytes) -> Upload:
 
 def open_upload(federation: FederationFile, data: bytes) -> Upload:
     """The part of ``verify_upload`` before the method's own checks: who sent it, for what, and whether it is whole."""
+    check_not_expired(federation)
     header = inspect(data, UPLOAD)
     check_kind(header, "upload")
     check_signer(header, federation.clients)  # an upload's signer is also its sender
     _check_run(federation, header.manifest.get("run_id"), "upload")
+    _check_agreement(federation, header.manifest.get("agreement"), "upload")
     upload = Upload.unpack(data)
     validate.check_same_task([upload], federation.task)
     if upload.task.model != federation.model:
@@ -42,10 +44,12 @@ def open_upload(federation: FederationFile, data: bytes) -> Upload:
 def open_reply(federation: FederationFile, data: bytes, client_name: str) -> Reply:
     """Verify that these bytes are this run's reply to this client, signed by the server."""
     find_client(federation, client_name)
+    check_not_expired(federation)
     header = inspect(data, REPLY)
     check_kind(header, "reply")
     check_signer(header, {"server": federation.server})
     _check_run(federation, header.manifest.get("run_id"), "reply")
+    _check_agreement(federation, header.manifest.get("agreement"), "reply")
     validate.check_client(header.manifest.get("client"), client_name)
     reply = Reply.unpack(data)
     validate.check_finite(reply.tensors)
@@ -65,3 +69,14 @@ def _check_run(federation: FederationFile, found: object, what: str) -> None:
     if run_id == federation.run_id:
         raise UploadError("other_settings", f"this {what} was made under other settings of run {run_id!r}")
     validate.check_run(run_id, federation.run_id)
+
+
+def _check_agreement(federation: FederationFile, found: object, what: str) -> None:
+    """Whoever signed it agreed to these members, this purpose and this last day."""
+    ours = federation.agreement.model_dump()
+    if found == ours:
+        return
+    theirs = found if isinstance(found, dict) else {}
+    if theirs.get("members") != ours["members"]:
+        raise UploadError("other_members", f"this {what} was signed for a federation of other members or keys")
+    raise UploadError("other_agreement", f"this {what} was signed for another purpose or another last day")

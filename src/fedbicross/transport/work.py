@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fedbicross import engine
-from fedbicross.context import Context, Progress, Silent
+from fedbicross.context import Context, Progress, Record, Silent
 from fedbicross.errors import RunError
 from fedbicross.lazy_torch import torch
 from fedbicross.runs.store import RunFolder
+from fedbicross.settings import read_json
 from fedbicross.transport.federation_file import FederationFile
 
 SCOPE = "federation"
@@ -74,8 +74,8 @@ def say_warnings(ctx: Context, verb: str, name: str, agreed: Collection[str] = (
 
     ``agreed`` are names of settings that this person cannot change: advice that names one is left out.
     """
-    record = json.loads(ctx.store.load(f"records/{verb}/{name}.json") or b"{}")
-    for warning in record.get("warnings", ()):
+    file = f"records/{verb}/{name}.json"
+    for warning in read_json(Record, ctx.store.load(file) or b"{}", file).warnings:
         what, _, advice = warning.rpartition("; ")
         out_of_reach = what and not set(re.findall(r"\w+", advice)).isdisjoint(agreed)
         ctx.progress.say(f"note: {what if out_of_reach else warning}")

@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fedbicross.runs.store import json_text
+
 ROOT = Path(__file__).parents[1]
 LIMIT = 500_000  # bytes; larger files do not belong in a repository
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -43,7 +45,7 @@ def main() -> int:
 
 def trimmed(results: dict[str, object]) -> str:
     """The results as text; only where they are too large, without diagnosis and curves, which no table needs."""
-    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+    text = json_text(results) + "\n"
     if len(text.encode()) < LIMIT:
         return text
     rows = [{key: value for key, value in row.items() if key != "diagnosis"} for row in results["rows"]]  # type: ignore[attr-defined]

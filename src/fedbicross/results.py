@@ -66,7 +66,7 @@ class Results(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""
-        *columns, _ = report.tables.HEADER  # the last one, a verdict for every row, is long
+        *columns, _ = report.tables.header(self)  # the last one, a verdict for every row, is long
         head = Markup().join(Markup("<th>{}</th>").format(title) for title in columns)
         lines = Markup().join(
             Markup("<tr>{}</tr>").format(Markup().join(Markup("<td>{}</td>").format(cell) for cell in cells[:-1]))

@@ -27,7 +27,7 @@ def test_run_in_a_process_of_its_own(tmp_path: Path, finished: Path) -> None:
     for name in FILES:
         assert (out / name).is_file(), name
     assert outcome.out.splitlines()[-1] == f"report: {Path('runs/run/report.html')}"
-    assert "local_only" in outcome.out and "fedavg" in outcome.out and "verdict: Taking part " in outcome.out
+    assert "local_only" in outcome.out and "fedavg" in outcome.out and re.search(r"^verdict: \S+", outcome.out, re.M)
     assert max(map(len, outcome.out.splitlines())) <= 100
     assert timeless(results(out)) == timeless(results(finished))
     lines = outcome.err.splitlines()  # progress is plain lines on standard error
@@ -161,6 +161,22 @@ def test_report_is_written_anew(tmp_path: Path, finished: Path) -> None:
     assert all(path.is_file() for path in paths)
     assert (out / "report.html").read_bytes() == page
     assert [Path(text) for text in call("report", out, "--json").json()] == paths
+    assert out / "tables" / "classes.csv" in paths
+    assert call("report", out, "--metric", "macro_auc").code == 0
+    assert "Results: AUC under three protocols" in (out / "report.html").read_text()
+    wrong = call("report", out, "--metric", "auc")
+    assert wrong.code == 2 and "error[metric]" in wrong.err, wrong.err
+
+
+def test_run_by_another_metric(tmp_path: Path) -> None:
+    args = ("run", config_file(tmp_path), "--metric", "balanced_accuracy", "--out", tmp_path / "out")
+    outcome = call(*args)
+    assert outcome.code == 0, outcome.err
+    assert "balanced accuracy in %, mean over clients" in outcome.out
+    assert re.search(r"\nBeside balanced accuracy, for own patients: accuracy .*\nverdict: ", outcome.out, re.S)
+    assert results(tmp_path / "out")["config"]["metric"] == "balanced_accuracy"
+    assert call(*args[:2], "--metric", "speed", "--out", tmp_path / "never").code == 2
+    assert not (tmp_path / "never").exists()
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:

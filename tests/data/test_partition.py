@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbicross.data import PARTITIONS, Dataset, Partition, check_partition, client_images, make_partition, test_images
-from fedbicross.data.partition import client_names
+from fedbicross.data.partition import client_names, site_names
 from fedbicross.data.patient_groups import PatientGroups
 
 from .helpers import raises, toy
@@ -202,6 +202,13 @@ def test_natural_follows_sites():
         assert set(data.train.sites[indices]) == {f"site-{client}"}
         assert set(data.test.sites[partition.test_owner == client]) == {f"site-{client}"}
     assert "3 sites" in draw(data, "natural", 7).warnings[0]
+    assert partition.clients == ("site-0", "site-1", "site-2"), "reports name the sites"
+
+
+@pytest.mark.parametrize("sites", [["North", "north "], ["North", "north"], ["a\x00", "b"], ["", "b"], ["x" * 65, "b"]])
+def test_sites_that_cannot_be_told_apart_or_printed_are_numbered(sites):
+    assert site_names(sites) == ("client-0", "client-1")
+    assert site_names(["Süd", "北"]) == ("Süd", "北")
 
 
 def test_natural_test_images_of_an_unknown_site_or_without_sites():

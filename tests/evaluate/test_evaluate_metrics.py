@@ -260,3 +260,74 @@ def test_the_paired_interval_covers_the_truth_as_often_as_it_says():
             if lost == won:  # nobody is harmed: so often would it be said all the same, instead of 2.5 %
                 assert counts @ [high < 0 for _, high in intervals] / draws < 0.035
     assert min(covered) > 0.92 and sum(covered) / len(covered) > 0.95
+
+
+# --- the same for balanced accuracy and AUC --------------------------------------------------------------
+
+
+def slow_gains(ours, theirs, labels, c):
+    """For each image the share of pairs with the other side that one model orders better than the other, class c."""
+
+    def share(scores, i):
+        positive = labels[i] == c
+        others = scores[labels != c] if positive else scores[labels == c]
+        wins = [(scores[i] > o) + (scores[i] == o) / 2 for o in others]
+        return np.mean(wins) if positive else 1 - np.mean(wins)
+
+    return np.array([share(ours[:, c], i) - share(theirs[:, c], i) for i in range(len(labels))])
+
+
+def test_one_class_of_each_is_the_paired_interval():
+    """With one class present balanced accuracy is accuracy."""
+    ours, theirs = np.array([1, 1, 0, 0, 1, 1]) > 0, np.array([1, 0, 1, 1, 1, 1]) > 0
+    found = metrics.paired_balanced_interval(ours, theirs, np.full(6, 2))
+    assert found == pytest.approx(metrics.paired_interval(2, 1, 6))
+    assert metrics.paired_balanced_interval(ours[:0], theirs[:0], np.zeros(0, int)) is None
+
+
+def test_the_interval_of_the_auc_is_around_the_difference():
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 3, 400)
+    truth = labels[:, None] == np.arange(3)
+    ours, theirs = (rng.dirichlet(np.ones(3), 400) + strength * truth for strength in (0.5, 0.2))
+    low, high = metrics.paired_auc_interval(ours, theirs, labels)
+    difference = metrics.macro_auc(ours, labels) - metrics.macro_auc(theirs, labels)
+    assert low < difference < high and low > 0 and high - low < 0.2
+    assert metrics.paired_auc_interval(theirs, ours, labels) == pytest.approx((-high, -low))
+    gains = slow_gains(ours, theirs, labels, 1)
+    placed = metrics._placements(ours[:, 1], labels == 1) - metrics._placements(theirs[:, 1], labels == 1)
+    assert placed == pytest.approx(gains)
+    assert metrics.paired_auc_interval(ours, theirs, np.zeros(400, int)) is None, "one class has no AUC"
+
+
+def test_one_image_of_a_class_proves_nothing():
+    labels = np.array([0] + [1] * 60)
+    ours = np.where(labels[:, None] == np.arange(2), 0.1, 0.9)[: len(labels)].astype(float)
+    ours[1:] = ours[1:, ::-1]  # wrong about the only image of class 0, right about all others
+    theirs = (labels[:, None] == np.arange(2)).astype(float)
+    right = [probs.argmax(1) == labels for probs in (ours, theirs)]
+    assert metrics.paired_balanced_interval(*right, labels)[1] > 0
+    assert metrics.paired_auc_interval(ours, theirs, labels)[1] > 0
+
+
+@pytest.mark.parametrize("strengths", [(1.5, 1.2), (1.5, 1.5)])
+def test_intervals_of_other_metrics_cover_the_truth_as_often_as_they_say(strengths):
+    """Two models of known quality on the same images, whose scores go together; three classes, one of them rare."""
+    rng, draws = np.random.default_rng(0), 300
+
+    def models(n):
+        labels = rng.choice(3, n, p=[0.6, 0.3, 0.1])
+        shared, truth = rng.normal(size=(n, 3)), labels[:, None] == np.arange(3)
+        return *(shared + 0.7 * rng.normal(size=(n, 3)) + strength * truth for strength in strengths), labels
+
+    def intervals(ours, theirs, labels):
+        right = [scores.argmax(1) == labels for scores in (ours, theirs)]
+        return metrics.paired_balanced_interval(*right, labels), metrics.paired_auc_interval(ours, theirs, labels)
+
+    ours, theirs, labels = models(100_000)
+    truth = [score(ours, labels) - score(theirs, labels) for score in (metrics.balanced_accuracy, metrics.macro_auc)]
+    drawn = [intervals(*models(120)) for _ in range(draws)]
+    for metric in range(2):
+        covered = np.mean([found[metric][0] <= truth[metric] <= found[metric][1] for found in drawn])
+        harmed = np.mean([found[metric][1] < 0 for found in drawn])
+        assert 0.9 <= covered <= 0.995 and harmed <= 0.05, (metric, covered, harmed)

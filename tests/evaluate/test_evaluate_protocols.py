@@ -9,7 +9,7 @@ import pytest
 
 from fedbicross.errors import MethodError
 from fedbicross.evaluate import METRICS, PROTOCOLS, metrics, protocols
-from fedbicross.evaluate.protocols import TestSet, compare_client, score_client, subsets
+from fedbicross.evaluate.protocols import TestSet, by_patient, compare_client, score_client, score_patients, subsets
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0])
 OWNER = np.array([0, 0, 1, 1, -1, -1, 0])
@@ -120,3 +120,35 @@ def test_two_models_image_by_image():
     assert compare_client(alone, alone, TEST, 1)["lost"] == 0
     assert compare_client(ours, alone, TEST, 2) is None, "a client without test images"
     assert json.loads(json.dumps(found)) == found
+    mine = np.array([0, 1, 6])
+    right = [probs.argmax(1)[mine] == LABELS[mine] for probs in (ours, alone)]
+    assert found["intervals"] == {
+        "balanced_accuracy": list(metrics.paired_balanced_interval(*right, LABELS[mine])),
+        "macro_auc": list(metrics.paired_auc_interval(ours[mine], alone[mine], LABELS[mine])),
+    }
+
+
+def test_a_patient_is_answered_by_the_mean_of_the_images():
+    test = TestSet(LABELS, np.array([0, 0, 1, 1, 1, 1, 0]), np.array(["b", "b", "a", "a", "a", "c", "b"]))
+    probs = random_probs(7, 3)
+    answers, patients = by_patient(probs, test)
+    rows = {"a": [2, 3, 4], "b": [0, 1, 6], "c": [5]}
+    assert answers == pytest.approx(np.stack([probs[rows[name]].mean(0) for name in "abc"]))
+    assert patients.labels.tolist() == [0, 0, 2], "of several labels the most frequent, of equals the lowest"
+    assert patients.owner.tolist() == [1, 0, 1]
+    found = score_patients(probs, test, 1, np.array([1, 0, 0]))
+    expected = score_client(answers, patients, 1, np.array([1, 0, 0]))
+    assert found["test_patients"] == {"global": 3, "matched": 2, "label_set": 2}
+    assert "confusion" not in found and "test_images" not in found
+    assert all(found[metric] == expected[metric] for metric in METRICS)
+    assert score_patients(probs, TEST, 1, np.array([1, 0, 0])) is None, "nobody knows whose images these are"
+    with pytest.raises(ValueError, match="patients"):
+        TestSet(LABELS, OWNER, np.array(["a"]))
+
+
+def test_many_classes_leave_no_confusion():
+    labels = np.arange(65)
+    test = TestSet(labels, np.zeros(65, int))
+    found = score_client(random_probs(65, 65), test, 0, np.ones(65))
+    assert set(found["confusion"].values()) == {None} and found["accuracy"]["matched"] is not None
+    assert len(json.dumps(found)) < 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedbicross.evaluate import clinical
 from fedbicross.evaluate.metrics import paired_interval
 
 CLASSES = ["basophil", "eosinophil", "erythroblast", "granulocyte", "lymphocyte", "monocyte", "neutrophil", "platelet"]
@@ -127,6 +128,8 @@ def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts
         else None,
         "helped_clients": sum(not harmed for harmed in judged) if judged else None,
         "num_clients": len(names),
+        "clinical": _clinical(np.random.default_rng(5), classes),
+        "patients": None,
         "clients": entries,
         "upload_bytes": None if upper else sum(entry["upload_bytes"] for entry in entries),
         "reply_bytes": None if upper else sum(entry["reply_bytes"] for entry in entries),
@@ -147,19 +150,28 @@ def _row(rng, method, role, seed, names, levels, offsets, classes, local, counts
     }
 
 
+def _clinical(rng, classes):
+    """As `evaluate.clinical` describes made-up answers, with a threshold for the first class alone."""
+    labels = rng.integers(0, classes, 200)
+    probs = rng.dirichlet(np.ones(classes), 200) + (labels[:, None] == np.arange(classes))
+    probs /= probs.sum(1, keepdims=True)
+    return clinical.describe([probs], labels, [np.arange(200) < 150], [[0.4] + [None] * (classes - 1)])
+
+
 def _pairs(gain, images=400):
     """What a comparison image by image might have said of this gain."""
     if gain is None:
         return {"against_alone": None, "clearly_harmed": None, "clearly_helped": None}
     lost, won = 5 + max(round(-gain * images), 0), 5 + max(round(gain * images), 0)
     low, high = paired_interval(lost, won, images)
-    pairs = {"images": images, "lost": lost, "won": won, "interval": [low, high]}
+    others = {"balanced_accuracy": [low, high], "macro_auc": None}
+    pairs = {"images": images, "lost": lost, "won": won, "interval": [low, high], "intervals": others}
     return {"against_alone": pairs, "clearly_harmed": high < 0, "clearly_helped": low > 0}
 
 
 def without_pairs(results):
     """The same as an older version would have stored it."""
-    new = ("alone", "clearly_harmed_clients", "clearly_helped_clients")
+    new = ("alone", "clearly_harmed_clients", "clearly_helped_clients", "clinical", "patients")
     per_client = ("against_alone", "clearly_harmed", "clearly_helped")
     for row in results["rows"]:
         for key in new:

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedbicross.report.html import render
+from fedbicross.report.metric import judged_by
 
 VOID = {"meta", "br", "wbr", "img", "hr", "link", "input"}
 METHODS = [("local_only", "baseline", (0.5, 0.9, 0.6)), ("fedbicross", "method", (0.6, 0.8, 0.7))]
@@ -93,14 +94,16 @@ def test_page_is_well_formed_and_self_contained(make_results, seeds, clients):
 def test_page_has_every_section(make_results):
     page = render(make_results())
     found = re.findall(r'<section id="([^"]+)"', page)
-    sections = ["verdict", "results", "holdings", "gains", "confusion", "training", "costs", "leaves", "diagnosis"]
-    assert found == [*sections, "provenance"]
+    first = ["verdict", "pictures", "results", "about", "classes", "gains", "holdings", "confusion", "training"]
+    assert found == [*first, "costs", "leaves", "diagnosis", "provenance"]
     text = check(page)
-    assert text.index("Under the matched protocol") < text.index("Results under three protocols")
+    assert text.index("Under the matched protocol") < text.index("under three protocols")
+    assert page.index('class="tiles"') < page.index("<svg") < page.index("<table") < page.index('id="warnings"')
+    assert page.count('class="tile"') == 3
     for expected in (
         "model weights, batch-norm statistics",
-        "two clusters have one member each",
-        "2 warnings",
+        "Two clusters have one member each. fedbicross:uniform",
+        "What to be careful about",
         "0f0f0f",
     ):
         assert expected in text
@@ -251,3 +254,63 @@ def test_another_way_of_training_alone_is_no_method(make_results):
     assert "training alone, another way" in page and "Of 1 method" in page
     strips = page[page.index("Gain over training alone per client, matched") :].split("</svg>")[0]
     assert "fedbicross" in strips and "local_only" not in strips
+
+
+def test_warnings_stand_once_with_whom_they_concern(make_results):
+    results = make_results(seeds=3)
+    for row in results["rows"]:
+        row["warnings"] = ["client-1: no validation images; its own model stays"] if "fed" in row["method"] else []
+    text = check(render(results))
+    assert text.count("no validation images") == 1
+    assert "Client-1: no validation images. fedisca, fedbicross, fedbicross:uniform its own model stays" in text
+
+
+def test_the_page_goes_by_the_chosen_metric(make_results):
+    page = render(judged_by(make_results(), "balanced_accuracy"))
+    text = check(page)
+    assert "Training alone, balanced accuracy" in text and "points of balanced accuracy" in text
+    for other in ("accuracy", "AUC"):
+        assert f'data-label="{other}, matched %"' in page, "the others stand beside it"
+    run = make_results()
+    run["config"]["metric"] = "balanced_accuracy"
+    assert render(run).replace("\n", "") == render(judged_by(run, "balanced_accuracy")).replace("\n", "")
+
+
+def test_classes_are_shown_with_curves_and_thresholds(make_results, make_old_results):
+    page = render(make_results())
+    text = check(page)
+    section = text[text.index("Class by class fedbicross on") :]
+    assert "basophil" in section and "at threshold" in section and "average precision" in section
+    for label in (
+        "ROC curves, mean over classes",
+        "Reliability",
+        "ROC curves by class",
+        "Precision–recall curves by class",
+    ):
+        assert f'aria-label="{label}"' in page
+    assert 'id="classes"' not in render(make_old_results()), "older results have none of it"
+    many = render(make_results(classes=[f"kind {i}" for i in range(60)], epochs=2, methods=METHODS))
+    assert "20 more are in" in check(many) and 'aria-label="ROC' not in many
+
+
+def test_scores_by_patient(make_results):
+    results = make_results()
+    assert "by patient" not in check(render(results))
+    for row in results["rows"]:
+        row["patients"] = {metric: dict.fromkeys(("global", "matched", "label_set"), 0.123) for metric in ("accuracy",)}
+    text = check(render(results))
+    assert "matched, by patient" in text and "12.3" in text
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", [], [1], {"tp": "x"}, {"tp": [1], "fp": [2]}, {"roc": [[1], None, "x"]}]
+)
+def test_misshapen_clinical_values_leave_a_page(make_results, value):
+    results = make_results(clients=2, epochs=2, methods=METHODS)
+    for row in results["rows"]:
+        row["clinical"]["global"] = value
+        row["clinical"]["matched"] = dict.fromkeys(("classes", "at_threshold", "curves", "reliability"), value)
+        row["patients"] = value
+    check(render(results))
+    results["rows"][1]["clinical"] = value
+    check(render(results))

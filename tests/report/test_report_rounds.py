@@ -63,7 +63,7 @@ def test_architectures_are_named_where_they_differ(make_results):
     results["training"]["0"]["client-1"]["model"] = "vgg8"
     page = render(results)
     assert "Architectures differ. resnet18: client-0; vgg8: client-1; &lt;b&gt;: client-2." in page
-    assert "resnet18; clients also &lt;b&gt;, vgg8" in page and '<td class="text">vgg8</td>' in page
+    assert "resnet18; clients also &lt;b&gt;, vgg8" in page and 'data-label="architecture">vgg8</td>' in page
     for entry in results["clients"]["0"]:
         entry["model"] = "resnet18"
     page = render(results)

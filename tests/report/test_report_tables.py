@@ -10,6 +10,8 @@ import statistics
 import pytest
 
 from fedbicross.report import tables
+from fedbicross.report.classes import class_csv
+from fedbicross.report.metric import judged_by
 
 NASTY = [
     "=1+1",
@@ -51,7 +53,7 @@ def test_markdown_is_a_table(make_results, name):
     lines = tables.markdown(rename(make_results(), name)).splitlines()
     assert len(lines) == 2 + 8
     columns = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines}
-    assert columns == {len(tables.HEADER) + 1}
+    assert columns == {len(tables.header({})) + 1}
 
 
 def test_markdown_escapes():
@@ -112,7 +114,7 @@ def test_latex_is_a_booktabs_table(make_results, name):
     body = [line for line in lines if line.endswith(r" \\")]
     assert len(body) == 1 + 8
     for line in body:
-        assert len(re.findall(r"(?<!\\)&", line)) == len(tables.HEADER) - 1
+        assert len(re.findall(r"(?<!\\)&", line)) == len(tables.header({})) - 1
         assert not re.search(r"(?<!\\)[%#_~^]", line)
         assert not line.startswith(("[", "*"))
         assert line.count("$") - line.count(r"\$") in range(0, 100, 2)
@@ -128,3 +130,39 @@ def test_tables_of_a_hollow_run(make_results):
     assert tables.markdown(results).count("n/a") > 40
     assert tables.client_csv(results).splitlines() == [",".join(tables.CLIENT_HEADER)]
     assert len(tables.result_csv({}).splitlines()) == 1
+
+
+def test_the_metric_is_named_where_it_is_not_accuracy(make_results):
+    assert tables.header({})[2] == "matched %"
+    results = judged_by(make_results(seeds=2), "balanced_accuracy")
+    assert tables.header(results)[1:3] == ("global balanced accuracy %", "matched balanced accuracy %")
+    line = next(csv.DictReader(io.StringIO(tables.result_csv(results))))
+    assert (
+        line["metric"] == "balanced_accuracy" and line["matched_percent"] == line["matched_balanced_accuracy_percent"]
+    )
+    assert float(line["matched_accuracy_percent"]) == pytest.approx(float(line["matched_percent"]) / 0.97)
+
+
+def test_class_csv_has_every_class_and_way_to_decide(make_results, make_old_results):
+    results = make_results(seeds=2)
+    rows = list(csv.DictReader(io.StringIO(class_csv(results))))
+    assert len(rows) == 2 * 8 * 2 * 8 * 2  # seeds, methods, protocols, classes, ways to decide
+    wanted = {"method": "fedisca", "seed": "1", "protocol": "matched", "class": "basophil"}
+    plain, cut = [row for row in rows if wanted.items() <= row.items()]
+    found = next(r for r in results["rows"] if (r["method"], r["seed"]) == ("fedisca", 1))["clinical"]["matched"]
+    for line, cells in ((plain, found["classes"]), (cut, found["at_threshold"])):
+        assert int(float(line["images"])) == cells["tp"][0] + cells["fn"][0]
+        assert float(line["sensitivity"]) == cells["tp"][0] / (cells["tp"][0] + cells["fn"][0])
+        assert float(line["auc"]) == found["curves"]["auc"][0]
+    assert (plain["decision"], cut["decision"]) == ("most probable class", "threshold")
+    assert {row["sensitivity"] for row in rows if row["decision"] == "threshold" and row["class"] == "platelet"} == {
+        "n/a"
+    }
+    assert len(class_csv(make_old_results()).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_class_csv_cells_cannot_be_formulas(make_results, name):
+    results = make_results(classes=[name, "b"])
+    for cell in (cell for row in csv.reader(io.StringIO(class_csv(results))) for cell in row):
+        assert cell[:1] not in ("=", "+", "@", "-", "\t", "\r")

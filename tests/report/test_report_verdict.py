@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fedbicross.errors import FedBiCrossError
+from fedbicross.report.metric import judged_by
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge, row_verdict
 
@@ -274,6 +276,79 @@ def test_nothing_learned_is_an_outcome():
     assert (found.kind, found.badge) == ("bad", "Nothing learned") and "train longer" in found.headline
     found = verdict(floor, row("local_only", 0.6, role="baseline", **at_floor), now("a", 0.6, overall=0.4))
     assert found.kind == "good", "patients from elsewhere are served better than by the most frequent class"
+
+
+# --- the other metrics -----------------------------------------------------------------------------------
+
+
+def measured(method, accuracy, area, **more):
+    """A row of one client with all three metrics, which are compared with training alone."""
+    values = {"accuracy": accuracy, "balanced_accuracy": accuracy, "macro_auc": area}
+    by_protocol = {name: dict.fromkeys(("global", "matched", "label_set"), value) for name, value in values.items()}
+    pairs = {"images": 200, "lost": 9, "won": 9, "interval": [-0.04, 0.04], "intervals": more.pop("intervals", {})}
+    client = {"client": "a", **by_protocol, "against_alone": pairs, "harmed": False, "clearly_harmed": False}
+    return {**now(method, accuracy, clients=1, **more), **by_protocol, "clients": [client]}
+
+
+def verdict_by(metric, *rows):
+    results = judged_by({"rows": list(rows), "complete": True}, metric)
+    return judge(results, summarise(results))
+
+
+def test_a_gain_in_another_metric_is_in_the_headline():
+    """Fedavg with AUC 0.889 against 0.361 of training alone was once called level, for its accuracy."""
+    rows = [measured("local_only", 0.74, 0.361, role="baseline"), measured("fedavg", 0.74, 0.889)]
+    found = verdict_by(None, *rows)
+    words = "In accuracy taking part brought nothing: the best method, fedavg, is level with training alone"
+    assert found.headline == f"{words}; but in AUC fedavg gains 52.8 points (to 88.9\u00a0%)."
+    assert (found.kind, found.badge) == ("mixed", "Mixed")
+    assert "AUC 36.1\u00a0% alone, 88.9\u00a0% with fedavg" in found.beside[0] and found.beside[0] in found.sentences
+    found = verdict_by("macro_auc", *rows)
+    assert found.headline.startswith("Taking part") and "52.8 points of AUC" in found.headline
+    assert "reaches 36.1\u00a0% AUC." in found.sentences[0]
+
+
+def test_a_loss_in_another_metric_is_in_the_headline():
+    rows = [measured("local_only", 0.74, 0.9, role="baseline"), measured("a", 0.8, 0.7)]
+    rows[1]["clients"][0]["against_alone"] |= {"lost": 2, "won": 14}
+    found = verdict_by("accuracy", *rows)
+    assert found.kind == "good" and found.headline.endswith(", though it loses 20.0 points of AUC.")
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"), [([-0.2, -0.05], "harms 1 of 1"), ([-0.2, 0.01], "1 of 1 lower by chance")]
+)
+def test_harm_in_another_metric_goes_by_its_own_interval(interval, words):
+    rows = [measured("local_only", 0.7, 0.9, role="baseline")]
+    rows.append(measured("a", 0.9, 0.8, intervals={"macro_auc": interval}))
+    assert verdict_by("accuracy", *rows).best.harmed == 0
+    found = verdict_by("macro_auc", *rows)
+    assert found.best.lower == 1 and found.best.harmed == (interval[1] < 0)
+    said = [*row_verdict(found.best), found.headline]
+    assert any(words.replace("1 of 1 lower", "1 lower") in line or words in line for line in said)
+
+
+def test_the_bar_is_the_best_way_of_training_alone_by_that_metric():
+    rows = [
+        measured("local_only", 0.8, 0.7, role="baseline"),
+        measured("local_only:balanced", 0.7, 0.9, role="baseline"),
+        measured("a", 0.85, 0.8, intervals={"macro_auc": [0.05, 0.15]}),
+    ]
+    assert verdict_by("accuracy", *rows).best.gain.mean == pytest.approx(0.05)
+    found = verdict_by("macro_auc", *rows)
+    assert found.best.gain.mean == pytest.approx(-0.1)
+    assert found.best.clearly_harmed is None, "images were compared with another row than this"
+
+
+def test_a_run_says_what_it_is_judged_by():
+    rows = [measured("local_only", 0.74, 0.361, role="baseline"), measured("fedavg", 0.74, 0.889)]
+    results = {"rows": rows, "complete": True, "config": {"metric": "macro_auc"}}
+    assert summarise(results)[0].metric == "macro_auc"
+    assert judged_by(results, "accuracy")["judged_by"] == "accuracy"
+    for odd in (None, 3, "speed", ["accuracy"]):
+        assert judged_by({**results, "config": {"metric": odd}})["judged_by"] == "accuracy"
+    with pytest.raises(FedBiCrossError, match="balanced_accuracy"):
+        judged_by(results, "balanced_acuracy")
 
 
 @pytest.mark.parametrize(

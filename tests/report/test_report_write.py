@@ -7,12 +7,13 @@ import os
 
 import pytest
 
-from fedbicross.errors import RunError
+from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.report import write_report
 from fedbicross.report.diagnosis import image_uri
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (28).to_bytes(4, "big") * 2 + b"rest"
 NAMES = ["report.html", "tables/results.md", "tables/results.csv", "tables/results.tex", "tables/clients.csv"]
+NAMES += ["tables/classes.csv"]
 
 
 @pytest.fixture
@@ -110,3 +111,15 @@ def test_pictures_from_elsewhere_are_not(tmp_path):
         assert image_uri(run_dir, name)[0] is None, name
     assert image_uri(run_dir, "good.png")[0].startswith("data:image/png;base64,")
     assert image_uri(None, "good.png")[0] is None
+
+
+def test_a_report_by_another_metric(run_dir):
+    write_report(run_dir, "balanced_accuracy")
+    assert "Results: balanced accuracy under three protocols" in (run_dir / "report.html").read_text()
+    stored = (run_dir / "tables" / "clients.csv").read_bytes()
+    write_report(run_dir)
+    assert "Results: accuracy under three protocols" in (run_dir / "report.html").read_text()
+    assert (run_dir / "tables" / "clients.csv").read_bytes() == stored, "what was measured does not depend on it"
+    with pytest.raises(FedBiCrossError, match="macro_auc") as caught:
+        write_report(run_dir, "macro_auk")
+    assert caught.value.code == "metric"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedbicross.errors import RunError
-from fedbicross.runs.store import DiskStore, RunFolder
+from fedbicross.runs.store import DiskStore, RunFolder, json_text
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -122,3 +123,13 @@ def test_what_was_not_written_is_not_loaded(tmp_path: Path) -> None:
     assert refused(lambda: store.load("rows/new.json")) == "damaged"
     (tmp_path / "folder").mkdir()
     assert refused(lambda: store.load("folder")) == "damaged"
+
+
+def test_json_has_a_line_an_entry_and_a_list_of_numbers_on_one() -> None:
+    value = {"b": [[1, 2.5], [None, -3e-05]], "a": ["x [\n1,\n2]", "y"], "c": [], "d": [{"e": [True]}], "f": "[1, 2]"}
+    text = json_text(value)
+    assert json.loads(text) == value
+    assert text.startswith('{\n "a": [\n  "x [\\n1,\\n2]",\n')
+    assert "\n  [1, 2.5],\n  [null, -3e-05]\n ]" in text and '"e": [true]' in text
+    with pytest.raises(ValueError):
+        json_text([float("nan")])

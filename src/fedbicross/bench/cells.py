@@ -94,7 +94,7 @@ def save(out: Path, cell: Cell, results: Mapping[str, Any]) -> None:
         "cell": cell.identity(),
         "digest": digest(cell),
         "engine_version": ENGINE_VERSION,
-        "row": {**row, "diagnosis": diagnosis},
+        "row": {**{key: value for key, value in row.items() if key != "clinical"}, "diagnosis": diagnosis},
         "seconds": row["seconds"],
         "config": config,
         "dataset": {**results["dataset"], "name": cell.config.data.name},

@@ -15,6 +15,9 @@ from fedbicross.errors import RunError, printable
 
 def report(
     folder: Annotated[Path, typer.Argument(help="the run's folder")],
+    metric: Annotated[
+        str | None, typer.Option(help="judge by this instead: accuracy, balanced_accuracy or macro_auc")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="write nothing; compare every file with what the run wrote")
     ] = False,
@@ -24,7 +27,7 @@ def report(
     if check:
         _check(folder, json)
         return
-    paths = [str(path) for path in reports.write_report(folder)]
+    paths = [str(path) for path in reports.write_report(folder, metric)]
     if json:
         print_json(paths)
     else:

@@ -50,6 +50,9 @@ def run(
         str | None, typer.Option(help="comma-separated names: a,b:variant", autocompletion=completion.methods)
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="what the verdict goes by: accuracy (default), balanced_accuracy or macro_auc")
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option(help="repeat for several seeds (default 0)")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps")] = None,
     precision: Annotated[str | None, typer.Option(help="auto (bf16 on a GPU), fp32 or bf16")] = None,
@@ -70,6 +73,7 @@ def run(
         "client_models": _names(client_models),
         "clients": clients,
         "methods": _names(methods),
+        "metric": metric,
         "seeds": seed or None,
         "device": device,
         "precision": precision,

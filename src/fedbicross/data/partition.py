@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import unicodedata
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ from fedbicross.data.scanner import ScannerShift, draw_scanner
 from fedbicross.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fedbicross.data.dataset import Dataset, Images, Indices, Names
 
 SCHEMA = 1
+LONGEST_NAME = 64  # of a site that gives a client its name
 
 PARTITIONS: dict[str, str] = {
     "iid": "every client gets the same mix of classes",
@@ -169,7 +173,7 @@ def make_partition(
         kind=kind,
         seed=seed,
         params=params,
-        clients=client_names(count),
+        clients=site_names(params["sites"]) if kind == "natural" else client_names(count),
         train_indices=train_indices,
         test_owner=test_owner,
         scanners=scanners,
@@ -182,6 +186,13 @@ def client_names(count: int) -> tuple[str, ...]:
     """``client-0`` …, zero-padded so that sorting by name is sorting by number."""
     width = len(str(max(count - 1, 0)))
     return tuple(f"client-{i:0{width}d}" for i in range(count))
+
+
+def site_names(sites: Sequence[str]) -> tuple[str, ...]:
+    """The sites' own names, which reports then show; ``client-0`` … where one is no name to print or to compare."""
+    known = [unicodedata.normalize("NFKC", site).strip().casefold() for site in sites]
+    good = all(0 < len(site) <= LONGEST_NAME and site.isprintable() and site == site.strip() for site in sites)
+    return tuple(sites) if good and len(set(known)) == len(sites) else client_names(len(sites))
 
 
 def check_partition(partition: Partition, dataset: Dataset) -> None:

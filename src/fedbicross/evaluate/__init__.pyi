@@ -1,3 +1,4 @@
+from . import clinical as clinical
 from . import metrics as metrics
 from . import mmd as mmd
 from . import protocols as protocols

@@ -102,8 +102,8 @@ def _auc(scores: Floats, positive: Bools) -> float:
     return float(wins / (p * (positive.size - p)))
 
 
-def expected_calibration_error(probs: Floats, labels: Ints) -> float | None:
-    """Mean gap of top-1 confidence and accuracy over 15 bins of equal width (Guo et al. 2017), weighted by images."""
+def reliability(probs: Floats, labels: Ints) -> Floats | None:
+    """Images, sum of confidence and right answers [3, 15] by top-1 confidence, in 15 bins of equal width."""
     check_predictions(probs, labels)
     if not labels.size:
         return None
@@ -112,9 +112,35 @@ def expected_calibration_error(probs: Floats, labels: Ints) -> float | None:
         raise MethodError("not_probabilities", "predictions outside 0..1; apply a softmax before scoring")
     inner_edges = np.linspace(0, 1, ECE_BINS + 1)[1:-1]
     bins = np.digitize(confidence, inner_edges, right=True)  # bin m holds (m/15, (m+1)/15]
-    correct = predicted(probs) == labels
-    gap = np.bincount(bins, confidence, ECE_BINS) - np.bincount(bins, correct, ECE_BINS)
-    return float(np.abs(gap).sum() / labels.size)
+    columns = (None, confidence, predicted(probs) == labels)
+    return np.stack([np.bincount(bins, weights, ECE_BINS).astype(np.float64) for weights in columns])
+
+
+def expected_calibration_error(probs: Floats, labels: Ints) -> float | None:
+    """Mean gap of top-1 confidence and accuracy over 15 bins of equal width (Guo et al. 2017), weighted by images."""
+    bins = reliability(probs, labels)
+    return None if bins is None else float(np.abs(bins[1] - bins[2]).sum() / labels.size)
+
+
+def one_against_rest(decided: Bools, labels: Ints) -> Ints:
+    """True positives, false positives, false negatives and true negatives [4, C] of yes-or-no answers [n, C]."""
+    truth = labels[:, None] == np.arange(decided.shape[1])
+    cells: Ints = np.stack([decided & truth, decided & ~truth, ~decided & truth, ~decided & ~truth]).sum(1)
+    return cells
+
+
+def rates(tp: float, fp: float, fn: float, tn: float) -> dict[str, float | None]:
+    """Sensitivity, specificity, positive and negative predictive value; None where nothing is divided by."""
+
+    def share(part: float, of: float) -> float | None:
+        return part / of if of > 0 else None
+
+    return {
+        "sensitivity": share(tp, tp + fn),
+        "specificity": share(tn, tn + fp),
+        "ppv": share(tp, tp + fp),
+        "npv": share(tn, tn + fn),
+    }
 
 
 def wilson_interval(k: int, n: int) -> tuple[float, float] | None:
@@ -145,4 +171,65 @@ def paired_interval(lost: int, won: int, n: int) -> tuple[float, float] | None:
     b, c, m = lost + 0.5, won + 0.5, n + 2
     centre = (c - b) / m
     half = Z_95 * math.sqrt(b + c - (c - b) ** 2 / m) / m
+    return (max(centre - half, -1.0), min(centre + half, 1.0))
+
+
+def paired_balanced_interval(ours: Bools, theirs: Bools, labels: Ints) -> tuple[float, float] | None:
+    """``paired_interval`` for balanced accuracy: the mean over the classes present. Arrays [n] say who is right."""
+    gains = ours.astype(np.float64) - theirs
+    classes = [_smoothed(gains[labels == c]) for c in np.unique(labels)]
+    if not classes:
+        return None
+    centre = float(np.mean([mean for mean, _ in classes]))
+    return _around(centre, sum(squares for _, squares in classes) / len(classes) ** 2)
+
+
+def paired_auc_interval(ours: Floats, theirs: Floats, labels: Ints) -> tuple[float, float] | None:
+    """``paired_interval`` for the macro AUC of two models, with probabilities [n, C] on the same images.
+
+    DeLong, DeLong and Clarke-Pearson (1988): the AUC of a class is the mean over its images of the share of others
+    ranked below, and likewise over the others. What an image adds to all classes is summed before it is squared, since
+    it is a positive of one class and a negative of the rest. Few images are smoothed as in ``paired_interval``.
+    """
+    counts = np.bincount(labels, minlength=ours.shape[1])
+    defined = np.flatnonzero((counts > 0) & (counts < labels.size))
+    if not defined.size:
+        return None
+    sides = [labels == c for c in defined]
+    gains = [
+        _placements(ours[:, c], positive) - _placements(theirs[:, c], positive)
+        for c, positive in zip(defined, sides, strict=True)
+    ]
+    # Agresti and Min add half an image at +1, half at -1 and one at 0. Ranks change by less: here at +s, -s and 0.
+    squared = (sum(float(d @ d) for d in gains) + 1) / (labels.size * defined.size + 2)
+    centre, added, pseudo = 0.0, np.zeros(labels.size), 0.0
+    for positive, d in zip(sides, gains, strict=True):
+        for group in (positive, ~positive):
+            m = int(group.sum()) + 2
+            mean = float(d[group].sum()) / m
+            added[group] += (d[group] - mean) / m
+            pseudo += (squared + 2 * mean**2) / m**2
+            centre += mean / 2
+    return _around(centre / defined.size, (float(added @ added) + pseudo) / defined.size**2)
+
+
+def _placements(scores: Floats, positive: Bools) -> Floats:
+    """For a positive the share of negatives below it, for a negative the share of positives above; ties count half."""
+    out = np.empty(scores.size)
+    for group in (positive, ~positive):
+        others = np.sort(scores[~group])
+        below = (others.searchsorted(scores[group]) + others.searchsorted(scores[group], "right")) / (2 * others.size)
+        out[group] = below if group is positive else 1 - below
+    return out
+
+
+def _smoothed(gains: Floats) -> tuple[float, float]:
+    """Mean of differences in -1..1 and its variance, with half an image at +1, half at -1 and one at 0 added."""
+    m = gains.size + 2
+    mean = float(gains.sum() / m)
+    return mean, (float(gains @ gains) + 1 - m * mean**2) / m**2
+
+
+def _around(centre: float, variance: float) -> tuple[float, float]:
+    half = Z_95 * math.sqrt(variance)
     return (max(centre - half, -1.0), min(centre + half, 1.0))

@@ -24,15 +24,16 @@ def local_baselines(specs: Iterable[str]) -> list[str]:
     return networks or heads
 
 
-def reference(scores: Mapping[str, Sequence[Scores]]) -> str | None:
+def reference(scores: Mapping[str, Sequence[Scores]], metric: str = "accuracy") -> str | None:
     """What a hospital has without taking part, and what all rows of a seed are measured against.
 
-    ``scores`` are the clients' scores of each local baseline. The one with the highest mean matched accuracy is taken,
-    of equals the first. It is chosen by the test images, which makes the bar harder for every method, never easier.
+    ``scores`` are the clients' scores of each local baseline. The one with the highest mean of ``metric`` under matched
+    is taken, of equals the first. It is chosen by the test images, which makes the bar harder for every method, never
+    easier.
     """
 
     def height(spec: str) -> float:
-        mean = _mean(client["accuracy"]["matched"] for client in scores[spec])
+        mean = _mean(client[metric]["matched"] for client in scores[spec])
         return -1.0 if mean is None else mean
 
     return max(scores, key=height, default=None)
@@ -67,8 +68,17 @@ def summarise(
         "helped_clients": None if own is None else sum(gain is not None and gain > 0 for gain in gains),
         "clearly_harmed_clients": _count(clients, "clearly_harmed"),
         "clearly_helped_clients": _count(clients, "clearly_helped"),
+        "patients": _patients(clients),
         "clients": clients,
     }
+
+
+def _patients(clients: Sequence[Scores]) -> dict[str, Any] | None:
+    """Means of the clients' scores by patient; None where patients are unknown."""
+    known = [found for client in clients if (found := client.get("patients")) is not None]
+    if not known:
+        return None
+    return {metric: {p: _mean(found[metric][p] for found in known) for p in PROTOCOLS} for metric in METRICS}
 
 
 def _by_name(scores: Sequence[Scores]) -> dict[str, Scores]:

@@ -1,4 +1,5 @@
 from . import html as html
+from . import metric as metric
 from . import rounds as rounds
 from . import summary as summary
 from . import tables as tables

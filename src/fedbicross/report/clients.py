@@ -73,7 +73,7 @@ def gains(results: Mapping[str, Any], summaries: Sequence[Summary], verdict: Ver
     for protocol in PROTOCOLS:
         items = [(method, _gains_of(method, rows, protocol)) for method in methods]
         title = f"Gain over training alone per client, {PROTOCOL_NAMES[protocol]} protocol"
-        strips[protocol] = figures.gain_strips([item for item in items if item[1]], title)
+        strips[protocol] = figures.gain_strips([item for item in items if item[1]], title, width=462.0)
     by_seed = []
     for seed in seeds_of(results) if strips["matched"] else []:
         chosen = [row for row in rows if str(row.get("seed")) == seed]

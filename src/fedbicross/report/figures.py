@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,10 +22,9 @@ from fedbicross.report.svg import (
     ticks,
     triangle,
 )
-from fedbicross.report.text import PROTOCOL_NAMES, PROTOCOLS, Stat, number, percent_sd, points, short
+from fedbicross.report.text import Stat, number, percent_sd, points, short
 
 __all__ = [
-    "accuracy_dots",
     "class_matrix",
     "client_gains",
     "confusion",
@@ -33,6 +32,8 @@ __all__ = [
     "gain_strips",
     "heatmap",
     "line_chart",
+    "score_dots",
+    "square_chart",
     "stacked_bars",
 ]
 
@@ -41,42 +42,33 @@ LABELLED = 8  # more lines than this cannot be told apart by colour: they turn g
 LONGEST = 240  # points kept of a line; a screen shows no more
 
 
-def accuracy_dots(
-    methods: Sequence[tuple[str, str, Mapping[str, Stat]]], alone: Mapping[str, Stat] | None = None
+def score_dots(
+    methods: Sequence[tuple[str, str, Stat]], alone: Stat | None, title: str, label: str, width: float = 462.0
 ) -> str:
-    """Accuracy under the three protocols side by side; the dashed line is training alone. Items: name, kind, stats."""
+    """One score of every method; the dashed line is training alone. Items: name, kind, score."""
     if not methods:
         return ""
-    left = label_width([name for name, _, _ in methods], 26) + 14
-    gap, tall, top = 36.0, 24.0, 42.0
-    wide = (WIDTH - left - 2 * gap - 12) / 3
-    bottom = top + tall * len(methods)
-    body = [
-        text(
-            left - 10,
-            top + (i + 0.5) * tall + 4,
-            name,
-            26,
-            "end",
-            class_="label strong" if kind == "local" else "label",
-        )
-        for i, (name, kind, _) in enumerate(methods)
-    ]
-    for column, protocol in enumerate(PROTOCOLS):
-        x0 = left + column * (wide + gap)
-        body.append(text(x0, 14, f"{PROTOCOL_NAMES[protocol]}, %", class_="axis"))
-        for tick in (0, 25, 50, 75, 100):
-            x = x0 + wide * tick / 100
-            body.append(line(x, top, x, bottom, "rule"))
-            body.append(text(x, top - 6, str(tick), anchor="middle", class_="tick"))
-        if alone is not None and (mean := alone[protocol].mean) is not None:
-            body.append(line(x0 + wide * mean, top - 2, x0 + wide * mean, bottom, "reference"))
-        for i, (name, kind, stats) in enumerate(methods):
-            body.append(_accuracy_dot(x0, wide, top + (i + 0.5) * tall, name, kind, stats[protocol]))
-    return svg(WIDTH, bottom + 8, body, "Accuracy of every method under the three protocols")
+    left = label_width([name for name, _, _ in methods], 24) + 14
+    right = 84.0 if any(score.sd for *_, score in methods) else 44.0
+    tall, top = 24.0, 40.0
+    wide, bottom = width - left - right, top + tall * len(methods)
+    body = [text(2, 14, title, 60, class_="axis")]
+    for tick in (0, 25, 50, 75, 100):
+        x = left + wide * tick / 100
+        body.append(line(x, top, x, bottom, "rule"))
+        body.append(text(x, top - 6, str(tick), anchor="middle", class_="tick"))
+    if alone is not None and alone.mean is not None:
+        body.append(line(left + wide * alone.mean, top - 2, left + wide * alone.mean, bottom, "reference"))
+    for i, (name, kind, score) in enumerate(methods):
+        y = top + (i + 0.5) * tall
+        strong = "label strong" if kind == "local" else "label"
+        body.append(text(left - 10, y + 4, name, 24, "end", class_=strong))
+        body.append(_score_dot(left, wide, y, name, kind, score))
+        body.append(text(width - 2, y + 4, percent_sd(score), anchor="end", class_="value"))
+    return svg(width, bottom + 8, body, label, narrow=330.0)
 
 
-def _accuracy_dot(x0: float, wide: float, y: float, name: str, kind: str, value: Stat) -> str:
+def _score_dot(x0: float, wide: float, y: float, name: str, kind: str, value: Stat) -> str:
     if value.mean is None:
         return text(x0 + 4, y + 4, "n/a", class_="tick")
     x = x0 + wide * min(max(value.mean, 0.0), 1.0)
@@ -156,15 +148,16 @@ def _client_gain(c: ClientGain, y: float, place: Callable[[float], float]) -> li
     return [*marks, triangle(place(c.own), y - 6, 4.5, c.own > 0, "dot helped" if c.own > 0 else "dot harmed", tip)]
 
 
-def gain_strips(methods: Sequence[tuple[str, Sequence[tuple[str, object]]]], label: str) -> str:
+def gain_strips(methods: Sequence[tuple[str, Sequence[tuple[str, object]]]], label: str, width: float = WIDTH) -> str:
     """One strip a method, one mark a client, left of zero harmed and right of it helped."""
     known = [[(name, v) for name, gain in items if (v := number(gain)) is not None] for _, items in methods]
     largest = 100 * max((abs(gain) for items in known for _, gain in items), default=0.0)
     if not any(known):
         return ""
     reach = max(largest * 1.06, 1.0)
-    left, right, top = label_width([name for name, _ in methods], 26) + 14, 150.0, 40.0
-    wide = WIDTH - left - right
+    narrow = width < WIDTH / 1.5
+    left, right, top = label_width([name for name, _ in methods], 26) + 14, 72.0 if narrow else 150.0, 40.0
+    wide = width - left - right
     zero = left + wide / 2
 
     def place(gain: float) -> float:
@@ -177,18 +170,19 @@ def gain_strips(methods: Sequence[tuple[str, Sequence[tuple[str, object]]]], lab
         strips += [text(left - 10, middle + 4, method, 26, "end", class_="label"), *marks]
         harmed = sum(gain < 0 for _, gain in items)
         helped = sum(gain > 0 for _, gain in items)
-        strips.append(text(WIDTH - right + 12, middle + 4, f"{harmed} worse, {helped} better", class_="value"))
-        strips.append(line(left, y + height, WIDTH, y + height, "rule"))
+        counted = f"{harmed} ▼ {helped} ▲" if narrow else f"{harmed} worse, {helped} better"
+        strips.append(text(width - right + 12, middle + 4, counted, class_="value"))
+        strips.append(line(left, y + height, width, y + height, "rule"))
         y += height
     body = [rect(left, top, wide / 2, y - top, "harmside")]
-    for tick in ticks(-reach, reach, 8):
+    for tick in ticks(-reach, reach, 4 if narrow else 8):
         x = place(tick / 100)
         body.append(line(x, top, x, y, "zero" if tick == 0 else "rule"))
         sign = "+" if tick > 0 else ""
         body.append(text(x, top - 6, sign + tick_text(tick), anchor="middle", class_="tick"))
-    body.append(text(zero - 8, 14, "◀ worse than training alone", anchor="end", class_="axis"))
+    body.append(text(zero - 8, 14, "◀ worse" if narrow else "◀ worse than training alone", anchor="end", class_="axis"))
     body.append(text(zero + 8, 14, "better, points ▶", class_="axis"))
-    return svg(WIDTH, y + 6, body + strips, label)
+    return svg(width, y + 6, body + strips, label)
 
 
 def _strip(items: Sequence[tuple[str, float]], place: Callable[[float], float], top: float) -> tuple[list[str], float]:
@@ -276,6 +270,42 @@ def line_chart(
     return svg(width, top + height + 42, body, label)
 
 
+def square_chart(
+    series: Sequence[Series], xlabel: str, ylabel: str, label: str, *, diagonal: bool = True, dots: bool = False
+) -> str:
+    """Lines over 0 to 100 both ways, named below: they all end in one corner. The diagonal is chance, or honesty."""
+    lines = [(name, _points(xs, ys)) for name, xs, ys in series[: 3 * LABELLED]]
+    if not any(y is not None for _, path in lines for _, y in path):
+        return ""
+    width, left, top, side = 440.0, 46.0, 24.0, 330.0
+    bottom = top + side
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + side * min(max(x, 0.0), 100.0) / 100, bottom - side * min(max(y, 0.0), 100.0) / 100
+
+    body = [text(2, 12, ylabel, class_="axis"), text(left + side, bottom + 34, xlabel, 40, "end", class_="axis")]
+    for tick in (0.0, 25.0, 50.0, 75.0, 100.0):
+        (x, _), (_, y) = place(tick, 0.0), place(0.0, tick)
+        body += [line(left, y, left + side, y, "rule"), line(x, top, x, bottom, "rule")]
+        body.append(text(left - 6, y + 4, tick_text(tick), 12, "end", class_="tick"))
+        body.append(text(x, bottom + 17, tick_text(tick), anchor="middle", class_="tick"))
+    if diagonal:
+        body.append(line(left, bottom, left + side, top, "reference"))
+    row, x = bottom + 58, left
+    for index, (name, path) in enumerate(lines):
+        kind = f"s{index % SERIES}" + (" dashed" if index >= SERIES else "")
+        body.append(tag("path", d=_path(path, place), class_=f"line {kind}", tip=name))
+        shown = [place(a, b) for a, b in path if b is not None]
+        if dots:
+            body += [tag("circle", cx=a, cy=b, r=3, class_=f"point s{index % SERIES}") for a, b in shown]
+        needed = 24 + label_width([name], 22) + 12
+        if x + needed > width and x > left:
+            row, x = row + 18, left
+        body += [line(x, row - 4, x + 18, row - 4, f"line {kind}"), text(x + 24, row, name, 22, class_="label")]
+        x += needed
+    return svg(width, row + 10, body, label, narrow=320.0)
+
+
 def _points(xs: Sequence[object], ys: Sequence[object]) -> list[tuple[float, float | None]]:
     """Pairs with a usable x; a missing y is kept, and breaks the line. Long lines are thinned evenly."""
     pairs = [(x, number(y)) for raw, y in zip(xs, ys, strict=False) if (x := number(raw)) is not None]
@@ -318,22 +348,29 @@ def _median(lines: Sequence[tuple[str, Sequence[tuple[float, float | None]]]]) -
 
 
 def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[object]]], parts: Sequence[str], show: Callable[[object], str], label: str
+    rows: Sequence[tuple[str, Sequence[object]]],
+    parts: Sequence[str],
+    show: Callable[[object], str],
+    label: str,
+    width: float = 462.0,
 ) -> str:
     """Horizontal bars made of named parts, with the total written at the end."""
     tables = [(name, [max(number(value) or 0.0, 0.0) for value in values]) for name, values in rows]
     largest = max((sum(values) for _, values in tables), default=0.0)
     if largest <= 0:
         return ""
-    left, right, tall, top = label_width([name for name, _ in rows], 26) + 14, 96.0, 26.0, 34.0
-    wide = WIDTH - left - right
-    body, x = [], left
+    left, right, tall, top = label_width([name for name, _ in rows], 24) + 14, 84.0, 26.0, 34.0
+    wide = width - left - right
+    body, x = [], 2.0
     for index, part in enumerate(parts):
-        body += [rect(x, 6, 11, 11, f"fill s{index % SERIES}"), text(x + 16, 16, part, class_="label")]
-        x += 16 + label_width([part], 40) + 20
+        needed = 16 + label_width([part], 40) + 14
+        if x > 2 and x + needed > width:
+            x, top = 2.0, top + 18
+        body += [rect(x, top - 28, 11, 11, f"fill s{index % SERIES}"), text(x + 16, top - 18, part, class_="label")]
+        x += needed
     for i, (name, values) in enumerate(tables):
         y, x = top + i * tall, left
-        body.append(text(left - 10, y + tall / 2 + 4, name, 26, "end", class_="label"))
+        body.append(text(left - 10, y + tall / 2 + 4, name, 24, "end", class_="label"))
         for index, (part, value) in enumerate(zip(parts, values, strict=False)):
             length = wide * value / largest
             tip = f"{short(name)}, {part}: {show(value)}"
@@ -342,4 +379,4 @@ def stacked_bars(
             x += length
         measured = any(number(value) is not None for value in rows[i][1])
         body.append(text(x + 7, y + tall / 2 + 4, show(sum(values)) if measured else "n/a", class_="value"))
-    return svg(WIDTH, top + tall * len(rows) + 4, body, label)
+    return svg(width, top + tall * len(rows) + 4, body, label)

@@ -38,7 +38,7 @@ def grid(
     if not rows or not columns:
         return ""
     left = max(label_width(rows, 26), CHARACTER * len(row_title)) + 12
-    right = 130.0 if bars else 4.0
+    right = 100.0 if bars else 4.0
     wide = min(largest, max((width - left - right) / len(columns), 2.0))
     flat = label_width(columns, 22) <= wide - 4
     if not flat:
@@ -107,7 +107,7 @@ def _bars(values: Sequence[float], left: float, top: float, tall: float) -> list
     largest = max(*values, 1.0)
     parts = [text(left, top - 6, "images", class_="axis")]
     for i, value in enumerate(values):
-        length = 62.0 * value / largest
+        length = 40.0 * value / largest
         parts.append(rect(left, top + i * tall + 0.25 * tall, length, tall * 0.5, "bar"))
         if tall >= 12:
             parts.append(text(left + length + 5, top + (i + 0.5) * tall + 4, fixed(value, 0), class_="value"))
@@ -133,7 +133,7 @@ def class_matrix(clients: Sequence[object], classes: Sequence[object], counts: S
     ]
     label = f"Training images of {len(clients)} clients in {len(classes)} classes"
     if len(clients) <= MANY:
-        return grid(cells, clients, classes, label, bars=totals)
+        return grid(cells, clients, classes, label, bars=totals, largest=52.0)
     turned = [[row[j] for row in cells] for j in range(len(classes))]
     return grid(turned, classes, clients, label, row_title="class", column_title="client")
 
@@ -154,7 +154,9 @@ def gain_matrix(methods: Sequence[object], clients: Sequence[object], gains: Seq
         ]
         for method, row in zip(methods, gains, strict=True)
     ]
-    return grid(cells, methods, clients, "Gain over training alone, per method and client", row_title="method")
+    return grid(
+        cells, methods, clients, "Gain over training alone, per method and client", row_title="method", largest=58.0
+    )
 
 
 def confusion(matrix: Sequence[Sequence[float]], classes: Sequence[object], label: str) -> str:

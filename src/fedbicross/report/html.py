@@ -9,13 +9,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from fedbicross.report import clients, rounds, sections
+from fedbicross.report import classes, clients, rounds, sections
+from fedbicross.report.metric import judged_by
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge
 
 
 def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
     """The report page. ``run_dir`` is only needed to embed the pictures that a method left there."""
+    results = judged_by(results)
 
     def breakable(name: str) -> Markup:
         """A method name may be broken after its colon or an underscore; escaping has put neither into it."""
@@ -42,6 +44,7 @@ def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:
         "tiles": sections.tiles(summaries, verdict),
         "warnings": sections.warnings(results),
         "accuracy": sections.accuracy(results, summaries),
+        "classes": classes.section(results, summaries, verdict),
         "rounds": rounds.section(results),
         "holdings": clients.holdings(results),
         "gains": clients.gains(results, summaries, verdict),

@@ -9,7 +9,8 @@ from typing import Any
 
 from fedbicross.report import figures
 from fedbicross.report.diagnosis import diagnosis
-from fedbicross.report.summary import Summary, result_rows, seeds_of, training_alone
+from fedbicross.report.metric import NAMES, judged_by
+from fedbicross.report.summary import Alone, Summary, result_rows, seeds_of, training_alone
 from fedbicross.report.text import (
     NA,
     PROTOCOL_NAMES,
@@ -40,6 +41,7 @@ METRICS = {
     "macro_f1": "macro F1 %",
     "ece": "calibration error (ECE) %",
 }
+PATIENT_METRICS = tuple(metric for metric in METRICS if metric != "accuracy_weighted")
 STAGES = ("local_training", "upload", "fuse", "personalize", "evaluate")  # in the order of a run; others follow
 LONGEST_CONFIG = 60_000
 
@@ -82,30 +84,25 @@ def head(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiles(summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, str]]:
-    """The few figures behind the verdict."""
+    """The three figures behind the verdict."""
     alone, best = training_alone(summaries), verdict.best
     found = []
     if alone is not None:
-        others = percent(alone.accuracy["global"].mean)
+        others = percent(alone.score["global"].mean)
         found.append(
             {
-                "title": "Training alone",
-                "value": f"{percent(alone.accuracy['matched'].mean)}\u00a0%",
-                "note": f"own patients; {others}\u00a0% from everywhere",
+                "title": f"Training alone, {NAMES[alone.metric]}",
+                "value": f"{percent(alone.score['matched'].mean)}\u00a0%",
+                "note": f"own patients; {others}\u00a0% for patients from everywhere",
             }
         )
     if best is not None:
         name = short(best.method, 30)
-        for title, protocol, gain in (
-            ("own patients", "matched", best.gain),
-            ("patients from everywhere", "global", best.gain_elsewhere["global"]),
-        ):
-            value = f"{percent(best.accuracy[protocol].mean)}\u00a0%"
-            note = f"{title}; {points(gain.mean)} points against training alone"
-            found.append({"title": name, "value": value, "note": note})
+        own, others = (percent(best.score[protocol].mean) for protocol in ("matched", "global"))
+        gains = f"({points(best.gain.mean)}); {others}\u00a0% ({points(best.gain_elsewhere['global'].mean)})"
+        note = f"own patients {gains} for patients from everywhere"
+        found.append({"title": f"{name}, {NAMES[best.metric]}", "value": f"{own}\u00a0%", "note": note})
         found.append({"title": "Hospitals harmed", **_harmed(best, name)})
-        cost = f"and a reply of {size(best.reply.mean)}"
-        found.append({"title": "Uploaded", "value": size(best.upload.mean), "note": f"per hospital, {cost}"})
     return found
 
 
@@ -118,13 +115,23 @@ def _harmed(best: Summary, name: str) -> dict[str, str]:
     return {"value": f"{best.harmed} of {best.judged}", "note": f"by {name}{by_chance}"}
 
 
-def warnings(results: Mapping[str, Any]) -> list[str]:
-    """Warnings of the run and of its rows, each once."""
-    found = [short(item, 400) for item in sequence(results.get("warnings"))]
+def warnings(results: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """What to be careful about: of the run, and of single methods; the same words of several rows stand once."""
+    said: dict[str, list[str]] = {}
     for row in result_rows(results):
-        label = f"{short(row['method'])}, seed {short(row.get('seed'), 12)}"
-        found += [f"{label}: {short(item, 400)}" for item in sequence(row.get("warnings"))]
-    return list(dict.fromkeys(found))
+        for item in sequence(row.get("warnings")):
+            said.setdefault(short(item, 400), []).append(short(row["method"]))
+    run = list(dict.fromkeys(short(item, 400) for item in sequence(results.get("warnings"))))
+    return {
+        "run": [_warning(text, "") for text in run],
+        "methods": [_warning(text, ", ".join(dict.fromkeys(methods))) for text, methods in said.items()],
+    }
+
+
+def _warning(text: str, who: str) -> dict[str, str]:
+    """A fact as a sentence; what follows from it, or could be tried, stands apart."""
+    fact, _, rest = text.partition("; ")
+    return {"who": who, "fact": fact[:1].upper() + fact[1:], "rest": rest}
 
 
 def kind(item: Summary) -> str:
@@ -133,7 +140,7 @@ def kind(item: Summary) -> str:
 
 
 def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[str, Any]:
-    """The result table, its chart, and the table of all metrics."""
+    """The result table, its charts, and the table of all metrics."""
     total = len(seeds_of(results))
     alone = training_alone(summaries)
     rows = [
@@ -141,7 +148,8 @@ def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[s
             "method": short(item.method),
             "kind": kind(item),
             "seeds": f"{item.seeds} of {total} seeds" if item.seeds < total else "",
-            "accuracy": [percent_sd(item.accuracy[protocol]) for protocol in PROTOCOLS],
+            "accuracy": [percent_sd(item.score[protocol]) for protocol in PROTOCOLS],
+            "beside": [percent_sd(item.scores[name]["matched"]) for name in item.gain_beside],
             "worst": percent_sd(item.worst),
             "worst_client": short(item.worst_client, 24) if item.worst_client else "",
             "upload": size(item.upload.mean),
@@ -153,27 +161,51 @@ def accuracy(results: Mapping[str, Any], summaries: Sequence[Summary]) -> dict[s
         for item in summaries
     ]
     every_metric = [
-        (
-            short(item.method),
-            [
-                [percent_sd(stat(get(row, metric, protocol) for row in item.rows)) for metric in METRICS]
-                for protocol in PROTOCOLS
-            ],
-        )
-        for item in summaries
+        [
+            [short(item.method), *(percent_sd(stat(get(row, name, protocol) for row in item.rows)) for name in METRICS)]
+            for item in summaries
+        ]
+        for protocol in PROTOCOLS
     ]
+    metric = str(judged_by(results)["judged_by"])
     return {
         "rows": rows,
-        "chart": figures.accuracy_dots(
-            [(item.method, kind(item), item.accuracy) for item in summaries], None if alone is None else alone.accuracy
-        ),
+        "metric": NAMES[metric],
+        "beside": [name for key, name in NAMES.items() if key != metric],
+        "charts": [_dots(summaries, alone, metric, protocol) for protocol in ("matched", "global")],
         "has_local": alone is not None,
         "told_from_chance": all(item.clearly_harmed is not None for item in summaries if item.lower is not None),
         "several_seeds": any(item.seeds > 1 for item in summaries),
         "metric_names": list(METRICS.values()),
+        "patient_metrics": [METRICS[metric] for metric in PATIENT_METRICS],
         "protocols": [PROTOCOL_NAMES[protocol] for protocol in PROTOCOLS],
         "every_metric": every_metric,
+        "patients": _by_patient(summaries) if any(row.get("patients") for row in result_rows(results)) else [],
     }
+
+
+def _dots(summaries: Sequence[Summary], alone: Alone | None, metric: str, protocol: str) -> str:
+    who = {"matched": "own patients (matched)", "global": "patients from everywhere (global)"}[protocol]
+    return figures.score_dots(
+        [(item.method, kind(item), item.score[protocol]) for item in summaries],
+        None if alone is None else alone.score[protocol],
+        f"{who}, {NAMES[metric]} in %",
+        f"{NAMES[metric]} of every method, {who}",
+    )
+
+
+def _by_patient(summaries: Sequence[Summary]) -> list[list[list[str]]]:
+    """Every metric with one answer a patient: by protocol, a line a method."""
+    return [
+        [
+            [
+                short(item.method),
+                *(percent_sd(stat(get(row, "patients", m, protocol) for row in item.rows)) for m in PATIENT_METRICS),
+            ]
+            for item in summaries
+        ]
+        for protocol in PROTOCOLS
+    ]
 
 
 def costs(summaries: Sequence[Summary]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedbicross.evaluate.metrics import paired_interval
+from fedbicross.evaluate.names import CHOICES
 from fedbicross.evaluate.summary import is_alone, local_baselines
+from fedbicross.report.metric import judged_by
 from fedbicross.report.text import PROTOCOLS, Stat, clean, get, number, sequence, stat
 
 Row = Mapping[str, Any]
@@ -19,27 +21,34 @@ LEVEL = 0.0005
 
 @dataclass(frozen=True)
 class Summary:
-    """A method's results over all of its seeds; bytes are per client, seconds per seed."""
+    """A method's results over all of its seeds, judged by one metric; bytes are per client, seconds per seed."""
 
     method: str
     role: str
     is_local: bool  # training alone, in one way or another
     reference_rows: tuple[Row, ...]  # its rows that are the best way of training alone in their seed: the bar
     rows: tuple[Row, ...]
-    accuracy: dict[str, Stat]
+    metric: str
+    scores: dict[str, dict[str, Stat]]  # every metric that a verdict may go by, under every protocol
     worst: Stat
     worst_client: str | None
     lower: int | None  # clients that are below training alone under matched, by chance or not
     clearly_harmed: int | None  # those of them that are so beyond chance; None in results that do not tell
     helped: int | None
     judged: int  # client-seed pairs behind ``lower``
-    gains: tuple[float | None, ...]  # matched accuracy minus that of training alone on the same seed, one per row
+    gains: tuple[float | None, ...]  # matched score minus that of training alone on the same seed, one per row
     gain: Stat
     interval: tuple[float, float] | None  # paired, of the gain on the own images of all clients and seeds together
     gain_elsewhere: dict[str, Stat]  # the same under the protocols for patients unlike the hospital's own
+    gain_beside: dict[str, Stat]  # the gain for own patients by the other metrics
     upload: Stat
     reply: Stat
     seconds: Stat
+
+    @property
+    def score(self) -> dict[str, Stat]:
+        """By the metric that is judged by, under every protocol."""
+        return self.scores[self.metric]
 
     @property
     def seeds(self) -> int:
@@ -80,7 +89,13 @@ class Alone:
 
     methods: tuple[str, ...]
     ways: int  # that the run has of it
-    accuracy: dict[str, Stat]
+    metric: str
+    scores: dict[str, dict[str, Stat]]
+
+    @property
+    def score(self) -> dict[str, Stat]:
+        """By the metric that is judged by, under every protocol."""
+        return self.scores[self.metric]
 
 
 def _kind(method: object) -> str:
@@ -143,27 +158,30 @@ def references(results: Mapping[str, Any]) -> dict[str, Row]:
 
 def summarise(results: Mapping[str, Any]) -> list[Summary]:
     """All methods: training alone first, then the other baselines, the methods, and upper bounds last."""
+    results = judged_by(results)
     grouped: dict[str, list[Row]] = {}
     for row in result_rows(results):
         grouped.setdefault(str(row["method"]), []).append(row)
-    bars = references(results)
-    found = [_summary(method, rows, bars) for method, rows in grouped.items()]
+    bars, metric = references(results), str(results["judged_by"])
+    found = [_summary(method, rows, bars, metric) for method, rows in grouped.items()]
     return sorted(found, key=lambda item: (not item.is_reference, not item.is_local, ROLES.get(item.role, 1)))
 
 
-def _summary(method: str, rows: list[Row], bars: Mapping[str, Row]) -> Summary:
+def _summary(method: str, rows: list[Row], bars: Mapping[str, Row], metric: str) -> Summary:
     judged = [row for row in rows if number(row.get("harmed_clients")) is not None and judged_clients(row)]
     clear = [value for row in judged if (value := number(row.get("clearly_harmed_clients"))) is not None]
     helped = [value for row in rows if (value := number(row.get("helped_clients"))) is not None]
     worst = [get(row, "worst_client", "matched") for row in rows]
-    gains = {protocol: tuple(_gain(row, bars, protocol) for row in rows) for protocol in PROTOCOLS}
+    gains = {protocol: tuple(_gain(row, bars, metric, protocol) for row in rows) for protocol in PROTOCOLS}
+    others = [name for name in CHOICES if name != metric]
     return Summary(
         method=method,
         role=str(rows[0].get("role") or "method"),
         is_local=is_alone(_kind(method)),
         reference_rows=tuple(row for row in rows if any(row is bar for bar in bars.values())),
         rows=tuple(rows),
-        accuracy={protocol: stat(get(row, "accuracy", protocol) for row in rows) for protocol in PROTOCOLS},
+        metric=metric,
+        scores=_scores(rows),
         worst=stat(get(entry, "accuracy") for entry in worst),
         worst_client=clean(get(worst[0], "client")) if len(worst) == 1 and get(worst[0], "client") else None,
         lower=int(sum(number(row["harmed_clients"]) or 0 for row in judged)) if judged else None,
@@ -172,25 +190,41 @@ def _summary(method: str, rows: list[Row], bars: Mapping[str, Row]) -> Summary:
         judged=sum(judged_clients(row) for row in judged),
         gains=gains["matched"],
         gain=stat(gains["matched"]),
-        interval=_interval(rows),
+        interval=_interval(rows, metric),
         gain_elsewhere={protocol: stat(gains[protocol]) for protocol in ("global", "label_set")},
+        gain_beside={name: stat(_gain(row, bars, name, "matched") for row in rows) for name in others},
         upload=stat(per_client(row, "upload_bytes") for row in rows),
         reply=stat(per_client(row, "reply_bytes") for row in rows),
         seconds=stat(row.get("seconds") for row in rows),
     )
 
 
-def _interval(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Of the difference to training alone on all clients' own images together; None where these were not compared."""
+def _scores(rows: Sequence[Row]) -> dict[str, dict[str, Stat]]:
+    return {name: {p: stat(get(row, name, p) for row in rows) for p in PROTOCOLS} for name in CHOICES}
+
+
+def _interval(rows: Sequence[Row], metric: str) -> tuple[float, float] | None:
+    """Of the difference to training alone on the clients' own images; None where these were not compared.
+
+    In accuracy that of all images together; in another metric that of the mean over clients, from their own intervals.
+    """
     pairs = [client.get("against_alone") for row in rows for client in clients_of(row)]
+    if metric != "accuracy":
+        ends = [[number(end) for end in sequence(get(pair, "interval"))] for pair in pairs]
+        known = [(low, high) for low, high in (e for e in ends if len(e) == 2) if low is not None and high is not None]
+        if not known:
+            return None
+        centre = sum(low + high for low, high in known) / 2 / len(known)
+        half = sum((high - low) ** 2 for low, high in known) ** 0.5 / 2 / len(known)
+        return centre - half, centre + half
     lost, won, images = (
         int(sum(number(get(pair, key)) or 0 for pair in pairs if pair)) for key in ("lost", "won", "images")
     )
     return paired_interval(lost, won, images) if min(lost, won) >= 0 and lost + won <= images else None
 
 
-def _gain(row: Row, bars: Mapping[str, Row], protocol: str) -> float | None:
-    mine, bar = (number(get(r, "accuracy", protocol)) for r in (row, bars.get(str(row.get("seed")))))
+def _gain(row: Row, bars: Mapping[str, Row], metric: str, protocol: str) -> float | None:
+    mine, bar = (number(get(r, metric, protocol)) for r in (row, bars.get(str(row.get("seed")))))
     return mine - bar if mine is not None and bar is not None else None
 
 
@@ -201,5 +235,4 @@ def training_alone(summaries: Sequence[Summary]) -> Alone | None:
     if not best:
         return None
     rows = [row for item in best for row in item.reference_rows]
-    accuracy = {protocol: stat(get(row, "accuracy", protocol) for row in rows) for protocol in PROTOCOLS}
-    return Alone(tuple(item.method for item in best), len(local), accuracy)
+    return Alone(tuple(item.method for item in best), len(local), best[0].metric, _scores(rows))

@@ -60,12 +60,15 @@ def triangle(x: float, y: float, size: float, up: bool, class_: str, tip: str = 
     return tag("polygon", points=shape, class_=class_, tip=tip)
 
 
-def svg(width: float, height: float, body: Sequence[str], label: str, narrow: float = 740.0) -> str:
+def svg(width: float, height: float, body: Sequence[str], label: str, narrow: float | None = None) -> str:
     """The whole drawing; a screen shrinks it to ``narrow``, as far as its text stays readable, then it scrolls."""
+    if narrow is None:
+        narrow = 340.0 if width < 600 else 0.72 * width
+    narrow = min(width, narrow)
     return (
         f'<svg class="chart" role="img" aria-label="{escape(short(label, 200))}" '
         f'viewBox="0 0 {coordinate(width)} {coordinate(height)}" width="{coordinate(width)}" '
-        f'height="{coordinate(height)}" style="min-width:{coordinate(min(width, narrow))}px">{"".join(body)}</svg>'
+        f'height="{coordinate(height)}" style="min-width:{coordinate(narrow)}px">{"".join(body)}</svg>'
     )
 
 

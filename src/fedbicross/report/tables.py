@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from fedbicross.evaluate.names import CHOICES
+from fedbicross.report.metric import NAMES, judged_by
 from fedbicross.report.summary import Summary, clients_of, result_rows, summarise
 from fedbicross.report.text import (
     NA,
@@ -25,16 +27,6 @@ from fedbicross.report.text import (
 )
 from fedbicross.report.verdict import row_verdict
 
-HEADER = (
-    "method",
-    *(f"{PROTOCOL_NAMES[protocol]} %" for protocol in PROTOCOLS),
-    "worst client (matched) %",
-    "harms",
-    "upload per client",
-    "reply per client",
-    "seconds",
-    "verdict",
-)
 CLIENT_HEADER = ("method", "role", "seed", "client", "protocol", "metric", "value")
 CLIENT_METRICS = (
     "accuracy",
@@ -71,6 +63,22 @@ LATEX_ESCAPES = str.maketrans(
 )
 
 
+def header(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """The titles of the result table; a metric is named where it is not accuracy."""
+    metric = str(judged_by(results)["judged_by"])
+    what = "%" if metric == "accuracy" else f"{NAMES[metric]} %"
+    return (
+        "method",
+        *(f"{PROTOCOL_NAMES[protocol]} {what}" for protocol in PROTOCOLS),
+        f"worst client (matched) {what}",
+        "harms",
+        "upload per client",
+        "reply per client",
+        "seconds",
+        "verdict",
+    )
+
+
 def harms(item: Summary) -> str:
     """``3 of 5``, summed over seeds; where more are lower, but by chance, ``3 of 5 (4 lower)``."""
     if item.harmed is None or item.lower is None or item.is_local:
@@ -79,10 +87,10 @@ def harms(item: Summary) -> str:
 
 
 def result_cells(item: Summary) -> list[str]:
-    """One line of the result table, in the order of ``HEADER``."""
+    """One line of the result table, in the order of ``header``."""
     return [
         short(item.method),
-        *(percent_sd(item.accuracy[protocol]) for protocol in PROTOCOLS),
+        *(percent_sd(item.score[protocol]) for protocol in PROTOCOLS),
         percent_sd(item.worst),
         harms(item),
         size(item.upload.mean),
@@ -99,9 +107,10 @@ def result_table(results: Mapping[str, Any]) -> list[list[str]]:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """A GitHub-flavoured table with the numbers to the right."""
-    left = {0, len(HEADER) - 1}
-    rule = [":---" if index in left else "---:" for index in range(len(HEADER))]
-    lines = [list(HEADER), rule, *([_markdown_cell(cell) for cell in row] for row in result_table(results))]
+    titles = header(results)
+    left = {0, len(titles) - 1}
+    rule = [":---" if index in left else "---:" for index in range(len(titles))]
+    lines = [list(titles), rule, *([_markdown_cell(cell) for cell in row] for row in result_table(results))]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -118,12 +127,13 @@ def _markdown_cell(text: str) -> str:
 
 def latex(results: Mapping[str, Any]) -> str:
     """A booktabs tabular; put it into a table environment of your own."""
-    columns = "l" + "r" * (len(HEADER) - 2) + "l"
+    titles = header(results)
+    columns = "l" + "r" * (len(titles) - 2) + "l"
     lines = [
         "% written by fedbicross; needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}",
         f"\\begin{{tabular}}{{{columns}}}",
         "\\toprule",
-        _latex_row(HEADER),
+        _latex_row(titles),
         "\\midrule",
         *(_latex_row(row) for row in result_table(results)),
         "\\bottomrule",
@@ -152,22 +162,24 @@ def csv_number(value: object) -> str:
 
 def result_csv(results: Mapping[str, Any]) -> str:
     """The result table for programs: means and standard deviations in columns of their own, unrounded."""
-    accuracies = [f"{protocol}_percent" for protocol in PROTOCOLS]
-    header = ["method", "role", "seeds"]
-    header += [column for name in (*accuracies, "worst_client_matched_percent") for column in (name, f"{name}_sd")]
+    named = [f"{protocol}_percent" for protocol in PROTOCOLS] + ["worst_client_matched_percent"]
+    named += [f"matched_{metric}_percent" for metric in CHOICES]
+    header = ["method", "role", "seeds", "metric"]
+    header += [column for name in named for column in (name, f"{name}_sd")]
     header += ["gain_over_local_points", "gain_over_local_points_sd", "harmed_clients", "clearly_harmed_clients"]
     header += ["judged_clients"]
     header += ["upload_bytes_per_client", "reply_bytes_per_client", "seconds", "verdict"]
     lines = []
     for item in summarise(results):
-        line = [csv_text(item.method), csv_text(item.role), str(item.seeds)]
-        for value in (*(item.accuracy[protocol] for protocol in PROTOCOLS), item.worst, item.gain):
+        line = [csv_text(item.method), csv_text(item.role), str(item.seeds), item.metric]
+        beside = [item.scores[metric]["matched"] for metric in CHOICES]
+        for value in (*(item.score[protocol] for protocol in PROTOCOLS), item.worst, *beside, item.gain):
             line += _hundredfold(value)
         line += [csv_number(None if item.is_local else value) for value in (item.lower, item.clearly_harmed)]
         line.append(csv_number(item.judged or None))
         line += [csv_number(value.mean) for value in (item.upload, item.reply, item.seconds)]
         lines.append([*line, csv_text("; ".join(row_verdict(item)))])
-    return _csv(header, lines)
+    return csv_file(header, lines)
 
 
 def _hundredfold(value: Stat) -> list[str]:
@@ -177,7 +189,7 @@ def _hundredfold(value: Stat) -> list[str]:
 
 def client_csv(results: Mapping[str, Any]) -> str:
     """Long form: one line per method, seed, client, protocol and metric."""
-    return _csv(CLIENT_HEADER, _client_lines(results))
+    return csv_file(CLIENT_HEADER, _client_lines(results))
 
 
 def _client_lines(results: Mapping[str, Any]) -> Iterable[list[str]]:
@@ -204,7 +216,8 @@ def against_alone(client: Mapping[str, Any]) -> dict[str, object]:
     return {"lost": found.get("lost"), "won": found.get("won"), "gain_low": low, "gain_high": high}
 
 
-def _csv(header: Iterable[str], lines: Iterable[list[str]]) -> str:
+def csv_file(header: Iterable[str], lines: Iterable[list[str]]) -> str:
+    """Lines as a file."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(header)

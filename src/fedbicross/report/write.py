@@ -9,7 +9,9 @@ from typing import Any
 from fedbicross import sums
 from fedbicross.atomic import read_plain, write_atomic
 from fedbicross.errors import RunError
+from fedbicross.report.classes import class_csv
 from fedbicross.report.html import render
+from fedbicross.report.metric import judged_by
 from fedbicross.report.tables import client_csv, latex, markdown, result_csv
 
 SCHEMA = 1
@@ -66,16 +68,21 @@ def _rows_fit(found: dict[str, Any]) -> bool:
         return False
 
 
-def write_report(run_dir: Path) -> list[Path]:
-    """Write ``report.html`` and ``tables/`` into the run folder; the same results give the same bytes."""
-    results = load_results(run_dir)
+def write_report(run_dir: Path, metric: str | None = None) -> list[Path]:
+    """Write ``report.html`` and ``tables/`` into the run folder; the same results give the same bytes.
+
+    ``metric`` is what the verdict goes by; none: what the run was told.
+    """
+    stored = load_results(run_dir)
     try:
+        results = judged_by(stored, metric)
         contents = {
             "report.html": render(results, run_dir),
             "tables/results.md": markdown(results),
             "tables/results.csv": result_csv(results),
             "tables/results.tex": latex(results),
-            "tables/clients.csv": client_csv(results),
+            "tables/clients.csv": client_csv(stored),
+            "tables/classes.csv": class_csv(stored),
         }
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if sums.Sums(run_dir):  # what this program wrote itself it must be able to show

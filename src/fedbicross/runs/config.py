@@ -88,6 +88,9 @@ class RunConfig(Settings):
         description="always shown beside the methods, with the ways of training alone that methods use; [] for none",
     )
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method")
+    metric: Literal["accuracy", "balanced_accuracy", "macro_auc"] = Field(
+        "accuracy", description="what the verdict goes by; the others stand beside it"
+    )
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="one row per method and seed")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, else fp32")

@@ -13,7 +13,8 @@ from fedbicross import parts
 from fedbicross.bundle import pack, unpack
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Record
-from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, compare_client, score_client, subsets
+from fedbicross.evaluate import clinical
+from fedbicross.evaluate.protocols import PROTOCOLS, TestSet, compare_client, score_client, score_patients, subsets
 from fedbicross.evaluate.summary import reference, summarise
 from fedbicross.federation import records, round_records, travelled
 from fedbicross.messages import Client, Predictor, file_name
@@ -80,6 +81,31 @@ def adapt_all(
     return out
 
 
+def choose_thresholds(predictors: Mapping[str, Predictor], clients: Sequence[Client], ctx: Context) -> None:
+    """From which probability on each client should say yes to a class, by images that its training held back."""
+    name, found = _thresholds_file(ctx), {}
+    if ctx.store.load(name) is not None:
+        return
+    for client in clients:
+        predictor = predictors[client.name]
+        on_features = predictor.encoder is not None
+        rows = parts.heads.held_back(client, ctx) if on_features else ctx.validation_rows(client)
+        if len(rows):
+            answers = predictor.probabilities(client.images[rows], ctx.device, store=ctx.store)
+            found[client.name] = clinical.thresholds(answers, client.labels[rows])
+    ctx.store.save(name, canonical_json({"clients": found}).encode())
+
+
+class _Thresholds(Settings):
+    """By client one for each class, none where there were too few images."""
+
+    clients: dict[str, list[float | None]]
+
+
+def _thresholds_file(ctx: Context) -> str:
+    return f"thresholds/{ctx.scope}.json"
+
+
 def _predictions_file(ctx: Context, client: str) -> str:
     return f"predictions/{ctx.scope}/{file_name(client)}.safetensors"
 
@@ -90,11 +116,16 @@ def _probabilities(data: bytes) -> np.ndarray:
 
 
 def choose_alone(
-    found: Mapping[str, Predictions], clients: Sequence[Client], test: TestSet, owners: Mapping[str, int], classes: int
+    found: Mapping[str, Predictions],
+    clients: Sequence[Client],
+    test: TestSet,
+    owners: Mapping[str, int],
+    classes: int,
+    metric: str,
 ) -> Alone | None:
     """Of all ways of training alone the one that sets the bar (`evaluate.summary.reference`)."""
     scores = {spec: _scores(clients, predictions, test, owners, classes) for spec, predictions in found.items()}
-    spec = reference(scores)
+    spec = reference(scores, metric)
     return None if spec is None else Alone(spec, scores[spec], found[spec])
 
 
@@ -160,20 +191,31 @@ def make_row(
     ``alone`` is what it is measured against; none in a run where nobody trains alone.
     """
     scores = _scores(clients, predictions, test, owners, len(ctx.task.classes))
+    kept = ctx.store.load(_thresholds_file(ctx))  # none where the model was trained on all images
+    cuts = {} if kept is None else read_json(_Thresholds, kept, _thresholds_file(ctx)).clients
     for client, score in zip(clients, scores, strict=True):
         own = None if alone is None else alone.predictions[client.name]
+        counts = np.array(client.class_counts(len(ctx.task.classes)))
         score["model"] = ctx.model_of(client)
+        score["patients"] = score_patients(predictions[client.name], test, owners[client.name], counts)
+        score["thresholds"] = cuts.get(client.name)
         score["against_alone"] = (
             None if own is None else compare_client(predictions[client.name], own, test, owners[client.name])
         )
         score.update(_travel(method, client, ctx))
-    kept = records(ctx, [client.name for client in clients], method.rounds)
+    said = records(ctx, [client.name for client in clients], method.rounds)
     return {
         "method": spec,
         "seed": ctx.seed,
         "role": role,
         "alone": None if alone is None else alone.spec,
         **summarise(scores, [len(client.labels) for client in clients], None if alone is None else alone.scores),
+        "clinical": clinical.describe(
+            [predictions[client.name] for client in clients],
+            test.labels,
+            [test.owner == owners[client.name] for client in clients],
+            [cuts.get(client.name, []) for client in clients],
+        ),
         "num_clients": len(clients),
         "upload_bytes": sum(score["upload_bytes"] for score in scores),
         "reply_bytes": sum(score["reply_bytes"] for score in scores),
@@ -183,8 +225,8 @@ def make_row(
         "accuracy_by_round": _by_round(ctx, method.rounds),
         "settings": method.config.model_dump(),
         "leaves_the_hospital": method.upload_summary,
-        "warnings": list(dict.fromkeys(w for record in kept for w in record["warnings"])),
-        "diagnosis": _merge_diagnosis(kept),
+        "warnings": list(dict.fromkeys(w for record in said for w in record["warnings"])),
+        "diagnosis": _merge_diagnosis(said),
     }
 
 

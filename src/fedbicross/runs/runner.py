@@ -37,13 +37,14 @@ from fedbicross.runs.rows import (
     Alone,
     adapt_all,
     choose_alone,
+    choose_thresholds,
     make_row,
     predict_all,
     score_round,
     seconds_by_stage,
     stored_predictions,
 )
-from fedbicross.runs.store import DiskStore, RunFolder
+from fedbicross.runs.store import DiskStore, RunFolder, json_text
 from fedbicross.settings import parse, read_json
 
 SCHEMA = 1
@@ -293,7 +294,7 @@ def _one_seed(
     task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, config.model)
     clients, owners = make_clients(dataset, partition)
     images = test_images(dataset, partition)
-    test = TestSet(dataset.test.labels, partition.test_owner)
+    test = TestSet(dataset.test.labels, partition.test_owner, dataset.test.patients)
     store: Store = folder.store if folder else MemoryStore()
     memory_events: list[dict[str, Any]] = []
     event = folder.event if folder else (lambda **fields: memory_events.append(fields))
@@ -325,6 +326,8 @@ def _one_seed(
         if method.adapts_prior:
             predictors = adapt_all(predictors, images, test, owners, ctx)
         found = predict_all(predictors, images, ctx)
+        if not method.pools_data:
+            choose_thresholds(predictors, clients, ctx)
         event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
         return found
 
@@ -356,7 +359,7 @@ def _one_seed(
             done(len(earlier) + len(rows), spec)
             if bar is None and local:
                 alone = {name: finished(name) or predictions(name) for name in local}
-                bar = choose_alone(alone, clients, test, owners, len(task.classes))
+                bar = choose_alone(alone, clients, test, owners, len(task.classes), config.metric)
             made = alone.get(spec) or predictions(spec)
             # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
             asked = method.role == "baseline" and spec not in BASELINES and not is_alone(spec)
@@ -463,5 +466,4 @@ def _results(summary: Mapping[str, Any], rows: list[dict[str, Any]], complete: b
 
 def _write_results(folder: RunFolder | None, results: Mapping[str, Any]) -> None:
     if folder is not None:
-        text = json.dumps(results, indent=1, sort_keys=True, allow_nan=False)
-        folder.store.write("results.json", text.encode())
+        folder.store.write("results.json", json_text(results).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +18,13 @@ from fedbicross.atomic import TEMPORARY, read_plain, write_atomic
 from fedbicross.errors import RunError
 
 OBJECTS = "objects"
+NUMBERS = re.compile(r"\[\n[^\[\]{}\"]*\]")  # a list of numbers; a line break is in no string
+
+
+def json_text(value: Any) -> str:
+    """JSON for people and for `diff`: a line an entry, but a list of numbers on one line, or curves would be pages."""
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    return NUMBERS.sub(lambda found: " ".join(found.group().split()).replace("[ ", "[").replace(" ]", "]"), text)
 
 
 class DiskStore:

@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON: dict[str, Any] = {
     "model": "resnet8",
     "data": {"name": "cells", "train_size": 1500, "test_size": 500},
-    "training": {"recipe": "modern", "epochs": 12, "batch_size": 32},
+    "training": {"recipe": "modern", "epochs": 12, "batch_size": 32, "select": "best"},
     "device": "cpu",
 }
 SMALLER: dict[str, Any] = {  # twenty federations in minutes
     "data": {"name": "cells", "image_size": 20, "train_size": 900, "test_size": 500},
-    "training": {"recipe": "modern", "epochs": 10, "batch_size": 32},
+    "training": {"recipe": "modern", "epochs": 10, "batch_size": 32, "select": "best"},
 }
 ATTACKED: dict[str, Any] = {"clients": 5, "partition": {"kind": "dirichlet", "alpha": 0.5}, "seeds": [0]}
 ATTACKER = 1  # of the clients in the order of their names

@@ -45,7 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Site
 
 
 def signed(sites: Sites, upload: Upload, name: str | None = None) -> bytes:
-    return sign(replace(upload, run_id=sites.federation.run).pack(), sites.client_keys[name or upload.client])
+    agreed = {"run_id": sites.federation.run, "agreement": sites.federation.agreement}
+    return sign(replace(upload, **agreed).pack(), sites.client_keys[name or upload.client])
 
 
 def changed(upload: Upload, extra: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Upload:

@@ -273,8 +273,13 @@ def _begin(federation: FederationFile, received: Received, folder: RunFolder, tr
     validate.check_same_task(list(received.uploads.values()))
     for name in received.files:
         folder.store.save(f"uploads/{file_name(name)}.safetensors", _again(received, name))
-    members = {"server": federation.server, "clients": federation.clients}
-    begun = _Begun(run=federation.run, uploads=received.digests, trusted=trusted, **members)
+    begun = _Begun(
+        run=federation.run,
+        server=federation.server,
+        clients=federation.clients,
+        uploads=received.digests,
+        trusted=trusted,
+    )
     folder.store.save(FUSION, canonical_json(begun.model_dump()).encode())
     audit.append(log, {"what": "fusion", "clients": sorted(received.files), "missing": list(received.missing)})
 

@@ -430,6 +430,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "primum-one-class": measured.primum_one_class,
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
+    "poison": measured.poison,
     "longer": measured.longer,
     "stages": measured.stages,
     "example": _example,

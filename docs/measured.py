@@ -554,3 +554,90 @@ def kernels(how: str, page: Path, root: Path) -> str:
         f"From [`kernels.json`]({link(file, page)})."
     )
     return f"{table(head, rows, 'll' + 'r' * (1 + len(others)))}\n\n{made}"
+
+
+def poison(what: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.poison`: attacks, personal models under them, or honest federations; and the rules."""
+    if what == "rules":
+        return _rules()
+    file = root / "results" / "benchmarks" / "poison.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return {"attacks": _attacks, "personal": _personal_under_attack, "honest": _honest}[what](found) + (
+        f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)})."
+    )
+
+
+def _rules() -> str:
+    from fedbicross.parts import defence as d
+
+    rows = [
+        ("weights of any layer, the last one with its bias", f"over {d.MOST_SIZE:g} times the others'", "left out"),
+        ("the last layer alone", f"over {d.MOST_HEAD:g} times", "made as large as theirs"),
+        ("batch-normalisation statistics", f"over {d.MOST_STATISTICS:g} times as large or small", "left out"),
+        (
+            "cosine with the start that all share, of trunk or head",
+            f"under {d.LEAST_START:g} of the others', where these keep over {d.CLEAR_START:g}",
+            "left out",
+        ),
+        ("images claimed", f"over {d.MOST_SEEN:g} times those in the batches that the network counted", "left out"),
+        ("images claimed", f"over {d.MOST_CLAIMED:,.0f} times the others'", "left out"),
+        ("images claimed by class", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
+        (
+            f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes",
+            f"under {d.LEAST_AGREEMENT:g}",
+            f"counts for {d.UNHEARD:g} of its images where others know a class",
+        ),
+    ]
+    return table(("what is compared", "limit", "beyond it"), rows)
+
+
+def _attacks(found: Mapping[str, Any]) -> str:
+    cells: dict[tuple[str, str], dict[bool, Any]] = {}
+    for row in found["attacks"]:
+        cells.setdefault((row["attack"], row["method"]), {})[row["defended"]] = row
+    attacks, methods = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    rows = []
+    for attack in attacks:
+        both = [cells[attack, method] for method in methods if (attack, method) in cells]
+        opened = ""
+        if attack.startswith("back door"):
+            opened = ", ".join(f"{_percent(b[False]['opened'])} / {_percent(b[True]['opened'])}" for b in both)
+        rows.append((attack, *(_outcome(b) for b in both), opened))
+    header = ("attacker's upload", *(f"`{method}`" for method in methods), "back door opens, in this order")
+    return table(header, rows, "l" + "r" * len(methods) + "l")
+
+
+def _outcome(both: Mapping[bool, Any]) -> str:
+    """Accuracy without and with the defence, and what the defence did to the attacker."""
+    mine = [note for note in both[True]["notes"] if note["attacker"]]
+    done = "refused" if both[True]["refused"] else "left out" if any(n["left_out"] for n in mine) else "limited"
+    before = f"{100 * both[False]['accuracy']:.1f}" if False in both else "not run"
+    text = f"{before} / {100 * both[True]['accuracy']:.1f}"
+    return f"{text}, {done}" if mine or both[True]["refused"] else text
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _personal_under_attack(found: Mapping[str, Any]) -> str:
+    rows = []
+    mine = [row for row in found["attacks"] if "personal" in row]
+    for off in (row for row in mine if not row["defended"]):
+        on = next(row for row in mine if row["defended"] and row["attack"] == off["attack"])
+        rows.append((off["attack"], *(f"{100 * v:.1f}" for v in (off["alone"], off["personal"], on["personal"]))))
+    return table(("attacker's upload", "alone", "primum, trusting", "primum"), rows, "lrrr")
+
+
+def _honest(found: Mapping[str, Any]) -> str:
+    kinds: dict[str, list[Any]] = {}
+    for row in found["honest"]:
+        kinds.setdefault(row["partition"], []).append(row)
+    rows = []
+    for name, several in kinds.items():
+        each = [row[spec] for row in several for spec in row if isinstance(row[spec], dict)]
+        sums = [sum(len(one["notes"]) for one in each), *(sum(one[k] for one in each) for k in ("left_out", "limited"))]
+        rows.append((name, len(several), *sums, f"{100 * max(one['lost'] for one in each):.1f}"))
+    return table(
+        ("federations", "how many", "notes", "left out", "limited", "largest loss, points"), rows, "l" + "r" * 5
+    )

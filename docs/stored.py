@@ -33,6 +33,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "`python -m benchmarks.kernels`",
     ),
     "benchmarks/soak.json": ("what made-up uploads, kills and damaged files do", "`make soak`"),
+    "benchmarks/poison.json": ("attacks of one site, and honest federations", "`python -m benchmarks.poison`"),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (

@@ -238,6 +238,7 @@ def _fusion(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Co
         "method": method.name,
         "settings": method.config.model_dump(exclude=set(method.at_client)),
         "gated": method.gated and method.reply_serves_gate,  # it then holds more
+        **({"trusting": True} if method.trusting else {}),
         "task": ctx.task.as_json(),
         "seed": ctx.seed,
         "precision": f"{ctx.device}-{ctx.precision}-{ctx.fast}",

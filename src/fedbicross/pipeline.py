@@ -11,15 +11,17 @@ network. All of them run a method's verbs through these functions, so that what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fedbicross import parts
 from fedbicross.bundle import validate
+from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Task
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, check_needs, mixed_models_problem
+from fedbicross.parts.defence import Seen
 
 
 def make_upload(method: Method[Any], client: Client, ctx: Context, name: str, previous: Reply | None = None) -> Upload:
@@ -35,22 +37,62 @@ def check_upload(method: Method[Any], upload: Upload, task: Task) -> None:
     if problem:
         raise MethodError("mixed_models", problem)
     check_needs(method, [upload])
+    validate.check_numbers(upload)
     method.check_extra(upload)  # whatever a method's own check forgets
     method.check_upload(upload)
+    parts.probes.check(upload)
 
 
-def fuse(method: Method[Any], uploads: Sequence[Upload], ctx: Context, name: str) -> list[Reply]:
-    """At the server: every upload through the door, then one reply to each, in the same order."""
+def who_differs(said: Mapping[str, Mapping[str, Any]]) -> dict[str, UploadError]:
+    """The clients that do not say what most others say, from ``Method.must_agree`` of each: they are refused.
+
+    Where no answer has more clients behind it than every other one, nobody can tell who is right: all are refused.
+    """
+    refused: dict[str, UploadError] = {}
+    for code in sorted({code for one in said.values() for code in one}):
+        groups: dict[str, list[str]] = {}
+        for client, one in said.items():
+            if client not in refused and code in one:
+                groups.setdefault(canonical_json({"said": one[code]}), []).append(client)
+        sizes = sorted(map(len, groups.values()), reverse=True)
+        for clients in groups.values() if len(groups) > 1 else ():
+            if len(clients) < sizes[0] or sizes[1] == sizes[0]:
+                problem = f"{code.replace('_', ' ')}: {len(clients)} of {sum(sizes)} uploads are like it"
+                refused |= {
+                    client: UploadError(code, f"{client[:64]!r} differs from others in {problem}") for client in clients
+                }
+    return refused
+
+
+def look_at(method: Method[Any], uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = ()) -> Seen:
+    """At the server, after the door: what sticks out among these uploads, and as what each of them is used."""
+    if method.trusting:
+        return Seen(list(uploads))
+    return parts.defence.look(uploads, ctx, trusted)
+
+
+def fuse(
+    method: Method[Any], uploads: Sequence[Upload], ctx: Context, name: str, trusted: Collection[str] = ()
+) -> list[Reply]:
+    """At the server: every upload through the door, then one reply to each, in the same order.
+
+    Who is left out for what sticks out in his upload gets the reply that most others get.
+    """
     for upload in uploads:
         try:
             check_upload(method, upload, ctx.task)
         except UploadError as error:
             raise UploadError(error.code, f"upload of {upload.client[:64]!r}: {error.args[0]}") from None
+    for refused in who_differs({upload.client: method.must_agree(upload) for upload in uploads}).values():
+        raise refused
+    seen = look_at(method, uploads, ctx, trusted)
     with ctx.measured("fuse", name):
-        replies = method.fuse(uploads, ctx)
-    if len(replies) != len(uploads):
-        raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(uploads)} uploads")
-    return replies
+        for note in seen.notes:
+            ctx.record.warn(str(note))
+        replies = method.fuse(seen.uploads, ctx)
+    if len(replies) != len(seen.uploads):
+        raise MethodError("replies", f"{method.name} made {len(replies)} replies to {len(seen.uploads)} uploads")
+    return seen.replies_to(uploads, replies)
 
 
 def personalize(method: Method[Any], client: Client, reply: Reply, ctx: Context, name: str) -> Predictor:

@@ -20,13 +20,13 @@ import torch
 from PIL import Image
 
 from cli.console import Outcome, call, console, snapshot
-from fedbicross.bundle import audit, pack, unpack
+from fedbicross.bundle import audit, keys, pack, sign, unpack
 from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
 from fedbicross.deploy import compare
 from fedbicross.deploy.folder import load_model
 from fedbicross.federation import simulate
-from fedbicross.messages import Predictor, file_name
+from fedbicross.messages import Predictor, Upload, file_name
 from fedbicross.parts.class_mix import adapt_prior
 from fedbicross.transport.federation_file import FederationFile, load_federation
 from fedbicross.transport.site_data import load_site, read_files
@@ -651,6 +651,30 @@ def test_a_damaged_upload_is_named_and_left_out(hospitals: Path) -> None:
     printed = ok(*fuse)
     assert "east.safetensors" in printed.out and "file_size" in printed.out
     assert audit.verify(facts["audit"]).last in printed.out
+
+
+def test_an_upload_that_sticks_out_is_held_or_left_out_and_stands_in_the_card(hospitals: Path) -> None:
+    """Every number in it is possible, and it is signed: only beside the others it is a hundred times too sure."""
+    east = hospitals / "post" / "uploads" / "east.safetensors"
+    upload = Upload.unpack(east.read_bytes())
+    head = {name: 100 * value for name, value in upload.tensors.items() if name.startswith("head.")}
+    key = keys.load_private_key(hospitals / "east" / "east.key")
+    east.write_bytes(sign(replace(upload, tensors={**upload.tensors, **head}).pack(), key))
+    assert "3 of 3 sites" in ok("server", "verify", "../post/uploads").out
+    fuse = ("server", "fuse", "../post/uploads", "--key", "server.key", "--out", "../post/replies")
+    held = call(*fuse, "--quorum", "2", "--hold-on-notes")
+    assert held.code == 6 and "error[held]" in held.err and "'east'" in held.err
+    assert not (hospitals / "post" / "replies").exists()
+    assert "error[quorum]" in call(*fuse).err, "all three are needed unless the operator says otherwise"
+    done = ok(*fuse, "--quorum", "2")
+    assert "left out of the fusion" in done.err
+    with chdir(hospitals / "north"):
+        reply = ("--reply", "../post/replies/north.safetensors")
+        ok("client", "personalize", *reply, "--data", "images", "--out", "model")
+        card = (Path("model") / "MODEL_CARD.md").read_text()
+        assert "What the server noted" in card and "east" in card
+    trusted = ok(*fuse[:-1], "trusted", "--work", "anew", "--trust", "east", "--hold-on-notes", "--json").json()
+    assert [row["reply"] != "none" for row in trusted["sites"]] == [True, True, True]
 
 
 def test_fuse_overwrites_nothing_and_needs_the_right_key(hospitals: Path) -> None:

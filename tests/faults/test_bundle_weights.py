@@ -31,7 +31,7 @@ def resnet8(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def network(tensors: dict[str, torch.Tensor] | None = None, client: str = "north", **changes: Any) -> Upload:
     """An upload that every method that takes a network accepts, but for the changes."""
-    values = {"num_samples": 9, "class_counts": [4, 3, 2], "run_id": RUN, **changes}
+    values = {"num_samples": 9, "class_counts": [4, 3, 2], "run_id": RUN, "agreement": FEDERATION.agreement, **changes}
     return Upload(client, values.pop("task", TASK), tensors or resnet8(), **values)
 
 

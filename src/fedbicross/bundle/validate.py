@@ -261,6 +261,16 @@ def _bounds(name: str, tensor: Tensor) -> tuple[float, float]:
 # --- counts -------------------------------------------------------------------------------------------------------
 
 
+def check_numbers(upload: Upload) -> None:
+    """Whatever numbers of images an upload states, for any method: whole (True is none), and not absurd."""
+    size = upload.num_samples
+    if size is not None and (type(size) is not int or not 1 <= size <= MAX_SAMPLES):
+        raise UploadError("num_samples", f"{_short(size)} is no number of training images")
+    counts = upload.class_counts or ()
+    if any(type(count) is not int or not 0 <= count <= MAX_SAMPLES for count in counts) or sum(counts) > MAX_SAMPLES:
+        raise UploadError("class_counts", "a class count is not a whole, plausible number of images")
+
+
 def check_class_counts(counts: Sequence[int] | None, classes: int, num_samples: int | None = None) -> None:
     """Whole, plausible numbers of images: per class, in all, and in agreement with each other."""
     if num_samples is not None and (type(num_samples) is not int or not 1 <= num_samples <= MAX_SAMPLES):

@@ -26,7 +26,7 @@ from fedbicross.cli.common import (
 )
 from fedbicross.cli.run import Engine
 from fedbicross.cli.show import print_json, progress
-from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
+from fedbicross.errors import ConfigError, UploadError
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -50,18 +50,13 @@ def verify(
     federation: FederationOption = FEDERATION,
     json: JsonOption = False,
 ) -> None:
-    """Check uploads one by one and use none; ends with 5 if any is refused."""
+    """Check uploads as `fuse` would and use none; ends with 5 if any is refused."""
     agreed = transport.files.load_federation(federation)
     paths, ignored = _uploads(files)
     rows: list[dict[str, Any]] = []
-    for path in paths:  # one at a time: a thousand uploads take the memory of one
-        entry: dict[str, Any] = {"file": str(path), "client": None}
-        error: FedBiCrossError | None = None
-        try:
-            entry["client"] = transport.files.verify_upload(agreed, bundle.read_file(path, bundle.UPLOAD)).client
-        except (UploadError, MethodError) as caught:
-            error = caught
-        rows.append({**entry, "ok": error is None, "code": error.code if error else None, "verdict": verdict(error)})
+    for path, client, error in transport.files.verify_files(agreed, paths):
+        row = {"file": str(path), "client": client, "ok": error is None}
+        rows.append({**row, "code": error.code if error else None, "verdict": verdict(error)})
     good = {row["client"] for row in rows if row["ok"]}
     missing = [name for name in agreed.clients if name not in good]
     if json:
@@ -89,6 +84,12 @@ def fuse(
     threads: ThreadsOption = None,
     engine: Annotated[Engine, typer.Option(help="local, or ray: trajectories made by its workers")] = Engine.local,
     workers: Annotated[int | None, typer.Option(min=1, help="of --engine ray (default: one a GPU, or as fit)")] = None,
+    hold_on_notes: Annotated[
+        bool, typer.Option("--hold-on-notes", help="begin nothing while an upload sticks out; a person decides")
+    ] = False,
+    trust: Annotated[
+        list[str] | None, typer.Option(help="a site whose upload is used as it is, whatever sticks out; repeatable")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
@@ -104,6 +105,7 @@ def fuse(
         received = transport.files.receive(agreed, {str(path): path for path in paths})
         folder = server_work(work, agreed)
         options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine.value, "workers": workers}
+        options |= {"hold_on_notes": hold_on_notes, "trust": trust or ()}
         replies = transport.files.fuse_received(agreed, received, folder, private, shown, **options)
     targets = {name: out / f"{transport.files.file_name(name)}.safetensors" for name in replies}
     for name, target in targets.items():  # all or none

@@ -56,7 +56,7 @@ def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str,
     deploy.folder.check_absent(out)
     if onnx:
         deploy.graphs.require_onnx()
-    transport.files.open_reply(agreed, reply, site.name)  # before images are read, which may take minutes
+    opened = transport.files.open_reply(agreed, reply, site.name)  # before images are read, which may take minutes
     client, held_out = site.load()
     with progress() as shown:
         made = transport.files.both_models(agreed, client, reply, site.folder, shown, device=site.device)
@@ -77,6 +77,7 @@ def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str,
         settings=method.config.model_dump(),
         training=agreed.training.model_dump(),
         reply_sha256=hashlib.sha256(reply).hexdigest(),
+        notes=transport.files.notes_in(opened),
     )
     finished = deploy.folder.Finished(made.federated, origin, made.alone, made.calibration_images, scores)
     deploy.folder.write_model(out, finished, onnx=onnx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -49,7 +49,7 @@ site {_text(origin["client"])} in {_where(origin)}.
 
 {_comparison(settings)}
 
-## What left the site
+{_noted(origin.get("notes", ()))}## What left the site
 
 {_text(origin["leaves"])} {_sent(origin["upload_bytes"])}
 
@@ -72,6 +72,11 @@ import fedbicross
 fedbicross.load_model("THIS_FOLDER").probabilities(images)  # uint8 [n, H, W, C] -> [n, classes]
 ```
 """
+
+
+def _noted(notes: Sequence[str]) -> str:
+    lines = "\n".join(f"- {_text(note)}" for note in notes)
+    return f"## What the server noted\n\nOn the uploads behind this model:\n\n{lines}\n\n" if notes else ""
 
 
 def metric_rows(*tests: Mapping[str, Any]) -> list[tuple[str, ...]]:

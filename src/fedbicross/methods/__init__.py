@@ -54,6 +54,7 @@ METHODS: dict[str, type[Method[Any]]] = {
 PLUGINS = Plugins(METHODS)  # and those that are not ours
 
 GATED = "personal"  # after the name of a method that ends with one model for all: the client's gate decides about it
+TRUSTING = "trusting"  # after any name: every upload that passes the door is used as it is (`parts.defence`)
 
 
 def method_names() -> list[str]:
@@ -70,13 +71,18 @@ def find(name: str) -> type[Method[Any]]:
 
 
 def create(spec: str, table: Mapping[str, Mapping[str, Any]] | None = None, quick: bool = False) -> Method[Any]:
-    """A method from ``name`` or ``name:variant``, either followed by ``:personal`` for the gate at the client.
+    """A method from ``name`` or ``name:variant``.
 
+    Either may be followed by ``:personal``: the gate at the client, and by ``:trusting``: no defence at the server.
     ``table`` holds settings by method: those under ``name`` yield to the variant, those under ``name:variant`` win.
     """
     name, _, variant = spec.partition(":")
     cls, table = find(name), table or {}
     inner, _, last = spec.rpartition(":")
+    if last == TRUSTING and inner and variant not in cls.variants:
+        method = create(inner, table, quick)
+        method.trusting = True
+        return method
     if last == GATED and variant not in cls.variants:  # a method may have a variant of this name
         method = create(inner, table, quick)
         if method.gate_problem:

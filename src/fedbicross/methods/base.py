@@ -40,6 +40,7 @@ class Method(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
         self.gated = False  # ":personal": what personalize() gives must pass the client's gate (`parts.gate`)
+        self.trusting = False  # ":trusting": uploads are used as they are, whatever `parts.defence` would say of them
 
     @property
     def gate_problem(self) -> str:
@@ -136,6 +137,11 @@ class Method(ABC, Generic[ConfigT]):
             validate.check_model_state(upload.tensors, task.model, task.channels, len(task.classes), task.image_size)
         elif upload.tensors:
             raise UploadError("extra_tensor", f"{self.name} takes no tensors, but the upload holds some")
+
+    def must_agree(self, upload: Upload) -> Mapping[str, Any]:
+        """What has to be the same in all uploads, by the code with which one that differs is refused."""
+        del upload
+        return {}
 
     def check_extra(self, upload: Upload) -> None:
         """Refuse words in the manifest that this method would not read."""

@@ -8,7 +8,7 @@ sequences under the guidance of all classifiers (2.6, Eqs. 10-13). Differences t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -170,7 +170,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         self.check_extra(upload)
         extra, classes = upload.extra, len(upload.task.classes)
         dim, length, form = extra.get("dim"), extra.get("tokens"), extra.get("form")
-        if not (isinstance(dim, int) and isinstance(length, int) and form in ("sequences", "generator")):
+        if not (type(dim) is int and type(length) is int and form in ("sequences", "generator")):  # True is no number
             raise UploadError("falcon_manifest", f"{upload.client!r}: dim, tokens or form is missing")
         if not (1 <= dim <= MOST_FEATURES and 1 <= length <= MOST_TOKENS):
             raise UploadError(
@@ -190,6 +190,8 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
         parts.features.check_tensors(
             upload, {k: (torch.int64 if k in whole else torch.float32, shape) for k, shape in shapes.items()}
         )
+        parts.features.check_described(upload, self.config)
+        parts.features.check_magnitude(upload)
         numbers = upload.tensors["labels" if form == "sequences" else "counts"]
         if form == "sequences":
             wrong = not len(numbers) or int(numbers.min()) < 0 or int(numbers.max()) >= classes
@@ -198,8 +200,28 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
             wrong = int(numbers.min()) < 0 or int(numbers.max()) > most or not 0 < int(numbers.sum()) <= most
         if wrong:
             raise UploadError("falcon_labels", f"{upload.client!r}: classes or their numbers are out of range")
-        if "num_samples" in self.needs and not (isinstance(upload.num_samples, int) and upload.num_samples > 0):
+        if "num_samples" in self.needs and not (type(upload.num_samples) is int and upload.num_samples > 0):
             raise UploadError("falcon_manifest", f"{upload.client!r}: the number of images must be 1 or more")
+        self._try_out(upload)
+
+    def _try_out(self, upload: Upload) -> None:
+        """A few sequences, as sent or drawn, through the classifier: finite answers, before anything is begun."""
+        if upload.extra["form"] == "sequences":
+            tokens = upload.tensors["sequences"][: parts.probes.COUNT]
+        else:
+            generator = self.generator_of(upload)
+            generator.load_state_dict(parts.features.take_prefix(upload.tensors, "generator."), assign=True)
+            wanted = upload.tensors["counts"].nonzero().flatten()[: parts.probes.COUNT]
+            tokens = generator.eval().draw(wanted, torch.Generator().manual_seed(0))
+        state = parts.features.take_prefix(upload.tensors, "classifier.")
+        head = models.heads.load(self.config.head, state, len(upload.task.classes))
+        with torch.no_grad():
+            parts.probes.check_answers(upload.client, head(tokens), tokens)
+
+    def must_agree(self, upload: Upload) -> dict[str, Any]:
+        """The encoder, and the shape of its sequences."""
+        said = upload.extra
+        return {"encoder_mismatch": said["encoder"], "feature_width": [said["tokens"], said["dim"]]}
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Section 2.6: all sequences together, all classifiers as teachers, one global classifier."""

@@ -8,7 +8,7 @@ paper: docs/methods/fedcgs.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -108,6 +108,16 @@ class FedCGS(Method[FedCGSConfig]):
         least = (sums.square() / counts.clamp_min(1)[:, None]).sum(0)
         if bool((squares < least - 1e-6 * least.abs() - 1e-9).any()):
             raise UploadError("bad_statistics", f"{upload.client!r}: its second moments contradict its class sums")
+        check.check_described(upload, self.config)
+        check.check_magnitude(upload, float(counts.sum().clamp_min(1)) * check.MOST**2)
+        within = steps.sufficient_statistics.scatter_within(_statistics(upload, width))
+        lowest, highest = (float(value) for value in torch.linalg.eigvalsh(within)[[0, -1]])
+        if lowest < -1e-6 * max(highest, float(squares.max())):
+            raise UploadError("bad_statistics", f"{upload.client!r}: no images have second moments like its own")
+
+    def must_agree(self, upload: Upload) -> dict[str, Any]:
+        """The encoder, and how many numbers a feature has."""
+        return {"encoder_mismatch": upload.extra["encoder"], "feature_width": upload.tensors["class_sums"].shape[1]}
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Add up, estimate mean and covariance, write down the classifier."""

@@ -6,7 +6,7 @@ Differences to the paper and to the released code: docs/methods/fedpft.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -146,6 +146,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         if not upload.tensors:
             if any(parts.features.check_counts(upload)):
                 raise UploadError("bad_counts", f"{upload.client!r} counts images but sent no mixture")
+            parts.features.check_described(upload, self.config)
             return
         dtype = getattr(torch, self.config.precision)
         axes = {"diag": 2, "spherical": 1, "full": 2}[self.config.covariance]
@@ -166,6 +167,8 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
             raise UploadError("bad_classes", f"{upload.client!r} sent components of classes that do not exist")
         if not self._positive(upload.tensors["scales"], width):
             raise UploadError("bad_scale", f"{upload.client!r} sent a spread that is not positive")
+        parts.features.check_described(upload, self.config)
+        parts.features.check_magnitude(upload)
         for label, count in enumerate(counts):
             share = weights[classes == label]
             if bool(count) != bool(len(share)):
@@ -174,6 +177,11 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
                 )
             if len(share) and (bool((share < 0).any()) or abs(float(share.double().sum()) - 1) > 1e-3):
                 raise UploadError("bad_weights", f"{upload.client!r}: the weights of class {label} do not sum to 1")
+
+    def must_agree(self, upload: Upload) -> dict[str, Any]:
+        """The encoder, and how many numbers a feature has."""
+        width = {"feature_width": upload.tensors["means"].shape[1]} if upload.tensors else {}
+        return {"encoder_mismatch": upload.extra["encoder"], **width}
 
     def _positive(self, scales: Tensor, width: int) -> bool:
         if self.config.covariance == "full":  # only the diagonal of a Cholesky factor has a sign to keep

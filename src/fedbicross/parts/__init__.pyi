@@ -1,6 +1,7 @@
 from . import calibration as calibration
 from . import class_mix as class_mix
 from . import costs as costs
+from . import defence as defence
 from . import diagnosis as diagnosis
 from . import features as features
 from . import gate as gate
@@ -9,6 +10,7 @@ from . import local as local
 from . import personal as personal
 from . import pool as pool
 from . import pooled as pooled
+from . import probes as probes
 from . import replay as replay
 from . import sequences as sequences
 from . import shots as shots

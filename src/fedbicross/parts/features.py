@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbicross.bundle import validate
 from fedbicross.context import Context
 from fedbicross.engine.predict import describe_encoder
 from fedbicross.errors import MethodError, UploadError
@@ -16,7 +17,8 @@ from fedbicross.models.encoders import load_encoder
 from fedbicross.parts.settings import EncoderConfig
 
 MOST_FEATURES = 1 << 16  # numbers per feature that a server accepts; the largest encoders have some thousands
-MOST_IMAGES = 1 << 40
+MOST_IMAGES = validate.MAX_SAMPLES
+MOST = validate.MAX_WEIGHT  # magnitude of a feature, or of a weight on features
 
 
 def tokens(config: EncoderConfig, client: Client, ctx: Context) -> Tensor:
@@ -44,6 +46,13 @@ def same_encoder(uploads: Sequence[Upload]) -> dict[str, Any]:
     return dict(found[0] or {})
 
 
+def check_described(upload: Upload, config: EncoderConfig) -> None:
+    """The encoder that was agreed on, with the digest of its weights; whether digests agree is seen between uploads."""
+    said, digest = dict(upload.extra.get("encoder", {})), upload.extra.get("encoder", {}).get("digest")
+    if said != {**config.spec(upload.task.image_size).as_json(), "digest": digest} or not isinstance(digest, str):
+        raise UploadError("encoder_mismatch", f"{upload.client!r} used another encoder than was agreed on")
+
+
 def check_encoder(reply: object, own: Mapping[str, Any]) -> None:
     """At the client: the reply must be for the encoder that this site has."""
     if not isinstance(reply, Mapping) or dict(reply) != dict(own):
@@ -67,6 +76,13 @@ def check_tensors(message: Upload | Reply, expected: Mapping[str, tuple[torch.dt
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UploadError("non_finite", f"{who}: {name!r} holds values that are not finite")
+
+
+def check_magnitude(upload: Upload, most: float = MOST) -> None:
+    """No number that no encoder, and no training on its features, could have left: sums of them would not be finite."""
+    for name, tensor in upload.tensors.items():
+        if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > most:
+            raise UploadError("magnitude", f"{upload.client!r}: {name!r} holds numbers over the limit of {most:g}")
 
 
 def check_width(upload: Upload, width: int) -> None:

@@ -13,6 +13,7 @@ from . import head_counts as head_counts
 from . import inversion as inversion
 from . import mixtures as mixtures
 from . import noise as noise
+from . import outliers as outliers
 from . import pool as pool
 from . import prior_shift as prior_shift
 from . import sources as sources

@@ -64,6 +64,13 @@ def unpack_triangle(packed: Tensor, width: int) -> Tensor:
     return matrix
 
 
+def scatter_within(given: Statistics) -> Tensor:
+    """Σ_c Σ_x (x−μ_c)(x−μ_c)ᵀ [D,D]: of any images at all it has no negative eigenvalue."""
+    present = given.counts > 0
+    sums, counts = given.class_sums[present], given.counts[present]
+    return given.gram - (sums / counts[:, None]).T @ sums
+
+
 def covariance(given: Statistics, kind: Literal["total", "within"]) -> Tensor:
     """Σ [D,D]: about the mean of everything, divisor N−1 (the paper), or about the class means, divisor N−C."""
     n = given.counts.sum()
@@ -73,9 +80,7 @@ def covariance(given: Statistics, kind: Literal["total", "within"]) -> Tensor:
         # (B − μAᵀ − Aμᵀ + Nμμᵀ)/(N−1); as A = Nμ the last three terms are one.
         scatter, divisor = given.gram - torch.outer(mean, total), n - 1
     elif kind == "within":
-        present = given.counts > 0
-        sums, counts = given.class_sums[present], given.counts[present]
-        scatter, divisor = given.gram - (sums / counts[:, None]).T @ sums, n - len(counts)
+        scatter, divisor = scatter_within(given), n - (given.counts > 0).sum()
     else:
         assert_never(kind)
     return scatter / divisor.clamp_min(1)

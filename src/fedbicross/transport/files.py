@@ -14,7 +14,7 @@ from fedbicross.messages import MANIFESTS, file_name
 from fedbicross.transport.federation_file import FederationFile, federation_text, load_federation, new_federation
 from fedbicross.transport.server import AUDIT, Received, Refused, fuse_received, fuse_uploads, receive
 from fedbicross.transport.site import SENT, SiteModels, both_models, check_key, make_upload, personalize
-from fedbicross.transport.verify import open_reply, open_upload, verify_upload
+from fedbicross.transport.verify import notes_in, open_reply, open_upload, verify_files, verify_upload
 
 __all__ = [
     "AUDIT",
@@ -33,9 +33,11 @@ __all__ = [
     "load_federation",
     "make_upload",
     "new_federation",
+    "notes_in",
     "open_reply",
     "open_upload",
     "personalize",
     "receive",
+    "verify_files",
     "verify_upload",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunErro
 from fedbicross.messages import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
-from fedbicross.transport.federation_file import FederationFile
+from fedbicross.transport.federation_file import FederationFile, find_client
 from fedbicross.transport.verify import open_reply, verify_upload
 from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
 
@@ -44,6 +44,7 @@ class _Begun(Settings):
     server: str  # its key
     clients: dict[str, str]  # name and key of every member
     uploads: dict[str, str]  # SHA-256 by client
+    trusted: list[str] = []  # whose uploads are used as they are, whatever sticks out
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ def receive(federation: FederationFile, uploads: Mapping[str, bytes | Path]) -> 
     for name in sorted(twice):
         refused[sources[name]] = Refused(_two(name, "another file"), digests[name])
         del files[name], digests[name], opened[name], sources[name]
+    method = federation.build()
+    for name, why in pipeline.who_differs({n: method.must_agree(upload) for n, upload in opened.items()}).items():
+        refused[sources[name]] = Refused(why, digests[name])
+        del files[name], digests[name], opened[name], sources[name]
     names = sorted(files)
     missing = tuple(name for name in sorted(federation.clients) if name not in files)
     return Received(
@@ -117,15 +122,20 @@ def fuse_uploads(
     device: str = "auto",
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
+    hold_on_notes: bool = False,
+    trust: Collection[str] = (),
 ) -> dict[str, bytes]:
     """The signed reply to each client whose upload takes part.
 
     Refused and missing uploads are named and left out; fewer than the quorum is an error. The first call fixes who
     takes part: later calls go on with exactly these bytes, name what came late, and refuse what changed.
+    An upload that sticks out is noted, limited or left out by `parts.defence`, unless its sender is among those that
+    the operator chooses to ``trust``; with ``hold_on_notes`` nothing is begun while there is any other note.
     With ``engine="ray"`` trajectories are made by that many ``workers``; the replies are the same.
     """
     received = receive(federation, uploads)
     options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine, "workers": workers}
+    options |= {"hold_on_notes": hold_on_notes, "trust": trust}
     return fuse_received(federation, received, work, server_key, progress, **options)
 
 
@@ -140,10 +150,14 @@ def fuse_received(
     device: str = "auto",
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
+    hold_on_notes: bool = False,
+    trust: Collection[str] = (),
 ) -> dict[str, bytes]:
     """``fuse_uploads`` after ``receive``."""
     if keys.public_text(server_key) != federation.server:
         raise ConfigError("wrong_key", "this key is not the one that the federation file lists for the server")
+    for name in trust:
+        find_client(federation, name)
     with work_folder(work) as folder:
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
@@ -152,7 +166,10 @@ def fuse_received(
 
             ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)
-        taking_part = _taking_part(federation, received, folder, quorum, ctx.progress, log)
+        if folder.store.load(FUSION) is None:
+            _judge(federation, received, ctx, log, quorum, hold_on_notes, trust)
+            _begin(federation, received, folder, sorted(trust), log)
+        taking_part, trusted = _as_before(federation, received, folder, ctx.progress)
         paths = {name: f"replies/{file_name(name)}.safetensors" for name in taking_part}
         found = {name: folder.store.load(path) for name, path in paths.items()}
         for name, kept in found.items():
@@ -160,7 +177,7 @@ def fuse_received(
         if all(data is not None for data in found.values()):
             ctx.progress.say("done before: the replies are those that were made then")
         else:
-            for name, reply in _fuse(federation, list(taking_part.values()), ctx).items():
+            for name, reply in _fuse(federation, list(taking_part.values()), ctx, log, trusted).items():
                 addressed = replace(reply, client=name, run_id=federation.run, agreement=federation.agreement)
                 found[name] = data = sign(addressed.pack(), server_key)
                 folder.store.save(paths[name], data)
@@ -169,14 +186,27 @@ def fuse_received(
         return {name: data for name, data in found.items() if data is not None}
 
 
-def _fuse(federation: FederationFile, uploads: list[Upload], ctx: Context) -> dict[str, Reply]:
-    """The method's own step, on uploads in the order of their names, as ``simulate`` has them."""
+def _fuse(
+    federation: FederationFile, uploads: list[Upload], ctx: Context, log: Path, trusted: Collection[str]
+) -> dict[str, Reply]:
+    """The method's own step, on uploads in the order of their names, as ``simulate`` has them.
+
+    If it cannot work with them, they are not bound to each other any more: without the one at fault it can be begun
+    again.
+    """
     method, name = federation.build(), f"{SCOPE}/server"
     with ctx.workers or nullcontext():
-        replies = pipeline.fuse(method, uploads, ctx, name)
+        try:
+            replies = pipeline.fuse(method, uploads, ctx, name, trusted)
+        except (UploadError, MethodError) as error:
+            audit.append(log, {"what": "failed", "code": error.code, "reason": error.args[0]})
+            ctx.store.drop(FUSION)
+            ctx.drop_stages()
+            raise
         if ctx.workers is not None and not ctx.workers.actors:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
-    say_warnings(ctx, "fuse", name)
+    told = replies[0].info.get("notes", ())  # before anything was begun
+    say_warnings(ctx, "fuse", name, told=told)
     return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}
 
 
@@ -191,9 +221,44 @@ def _tell(received: Received, ctx: Context, log: Path) -> None:
         audit.append(log, {"what": "accepted", "client": name, "sha256": digest})
     for name in received.missing:
         ctx.progress.say(f"missing: {name}")
-    for flag in validate.flag_suspicious(list(received.uploads.values()), _initial_network(ctx)):
+
+
+def _judge(
+    federation: FederationFile,
+    received: Received,
+    ctx: Context,
+    log: Path,
+    quorum: int | None,
+    hold_on_notes: bool,
+    trust: Collection[str],
+) -> None:
+    """Before anything is begun: are there enough uploads, and what should a person look at?"""
+    uploads = list(received.uploads.values())
+    needed = max(federation.quorum if quorum is None else quorum, 1)
+    _check_quorum(federation, received, len(uploads), needed)
+    flags = validate.flag_suspicious(uploads, _initial_network(ctx))
+    seen = pipeline.look_at(federation.build(), uploads, ctx, trust)
+    for flag in [*flags, *map(str, seen.notes)]:
         ctx.progress.say(f"note: {flag}")
         audit.append(log, {"what": "note", "reason": flag})
+    accepted = tuple(repr(name) for name in trust)
+    still_open = [text for text in (*flags, *map(str, seen.notes)) if not text.startswith(accepted)]
+    if hold_on_notes and still_open:
+        raise MethodError(
+            "held",
+            f"{len(still_open)} notes hold this fusion, the first: {still_open[0]}; take files out, --trust the site, "
+            "or fuse without --hold-on-notes",
+        )
+    _check_quorum(federation, received, len(seen.uploads), needed)
+
+
+def _check_quorum(federation: FederationFile, received: Received, usable: int, needed: int) -> None:
+    if usable < needed:
+        raise MethodError(
+            "quorum",
+            f"{usable} of {len(federation.clients)} uploads can be used, {needed} are needed; "
+            f"missing: {', '.join(received.missing) or 'none'}",
+        )
 
 
 def _initial_network(ctx: Context) -> dict[str, Tensor] | None:
@@ -203,38 +268,27 @@ def _initial_network(ctx: Context) -> dict[str, Tensor] | None:
     return ctx.new_model(seeds.torch_rng(ctx.training_seed, "init")).state_dict()
 
 
-def _taking_part(
-    federation: FederationFile,
-    received: Received,
-    folder: RunFolder,
-    quorum: int | None,
-    progress: Progress,
-    log: Path,
-) -> dict[str, Upload]:
-    """Who takes part: fixed by the first call that reaches the quorum, and kept with the bytes."""
-    kept = folder.store.load(FUSION)
-    if kept is not None:
-        return _as_before(federation, received, folder, read_json(_Begun, kept, FUSION), progress)
-    needed = federation.quorum if quorum is None else quorum
-    if len(received.uploads) < max(needed, 1):
-        raise MethodError(
-            "quorum",
-            f"{len(received.uploads)} of {len(federation.clients)} uploads can be used, {needed} are needed; "
-            f"missing: {', '.join(received.missing) or 'none'}",
-        )
+def _begin(federation: FederationFile, received: Received, folder: RunFolder, trusted: list[str], log: Path) -> None:
+    """Fix who takes part, whatever comes later, and keep the bytes."""
     validate.check_same_task(list(received.uploads.values()))
     for name in received.files:
         folder.store.save(f"uploads/{file_name(name)}.safetensors", _again(received, name))
-    begun = _Begun(run=federation.run, server=federation.server, clients=federation.clients, uploads=received.digests)
+    begun = _Begun(
+        run=federation.run,
+        server=federation.server,
+        clients=federation.clients,
+        uploads=received.digests,
+        trusted=trusted,
+    )
     folder.store.save(FUSION, canonical_json(begun.model_dump()).encode())
     audit.append(log, {"what": "fusion", "clients": sorted(received.files), "missing": list(received.missing)})
-    return received.uploads
 
 
 def _as_before(
-    federation: FederationFile, received: Received, folder: RunFolder, begun: _Begun, progress: Progress
-) -> dict[str, Upload]:
-    """The uploads with which this fusion was begun, from the copies kept then."""
+    federation: FederationFile, received: Received, folder: RunFolder, progress: Progress
+) -> tuple[dict[str, Upload], list[str]]:
+    """The uploads with which this fusion was begun, from the copies kept then, and who was trusted."""
+    begun = read_json(_Begun, folder.store.load(FUSION) or b"", FUSION)
     if begun.run != federation.run:
         raise RunError("changed", f"{folder.path} was begun for another run; choose another --work")
     if (begun.server, begun.clients) != (federation.server, federation.clients):
@@ -260,7 +314,7 @@ def _as_before(
         out[name] = received.uploads.get(name) or verify_upload(federation, data)
     for late in sorted(set(received.uploads) - set(out)):
         progress.say(f"late: {late} came after the fusion had begun and takes no part; another --work fuses anew")
-    return out
+    return out, begun.trusted
 
 
 def _again(received: Received, name: str) -> bytes:

@@ -5,13 +5,19 @@ Bytes are verified before anything else touches them: form, signer, run, digests
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 from fedbicross import pipeline
-from fedbicross.bundle import REPLY, UPLOAD, inspect, validate
+from fedbicross.bundle import REPLY, UPLOAD, inspect, read_file, validate
 from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
-from fedbicross.errors import UploadError
+from fedbicross.errors import MAX_MESSAGE, FedBiCrossError, MethodError, UploadError, printable
 from fedbicross.messages import Reply, Upload
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
+
+MAX_NOTES = 100  # of a reply that are shown
 
 
 def verify_upload(federation: FederationFile, data: bytes) -> Upload:
@@ -23,6 +29,24 @@ def verify_upload(federation: FederationFile, data: bytes) -> Upload:
             "small_count", f"{upload.client!r} sends a number of images that by class_counts should have stayed there"
         )
     return upload
+
+
+Verified = tuple[Path, str | None, FedBiCrossError | None]  # the file, its sender if it is one, and why it is refused
+
+
+def verify_files(federation: FederationFile, paths: Iterable[Path]) -> list[Verified]:
+    """Every check of ``fuse`` on each file: alone, one at a time in memory, and then against the others."""
+    method, said = federation.build(), dict[str, Any]()
+    found: list[Verified] = []
+    for path in paths:
+        try:
+            upload = verify_upload(federation, read_file(path, UPLOAD))
+            said[upload.client] = method.must_agree(upload)
+            found.append((path, upload.client, None))
+        except (UploadError, MethodError) as error:
+            found.append((path, None, error))
+    differs = pipeline.who_differs(said)
+    return [(path, client, error or differs.get(client or "")) for path, client, error in found]
 
 
 def open_upload(federation: FederationFile, data: bytes) -> Upload:
@@ -54,6 +78,14 @@ def open_reply(federation: FederationFile, data: bytes, client_name: str) -> Rep
     reply = Reply.unpack(data)
     validate.check_finite(reply.tensors)
     return reply
+
+
+def notes_in(reply: Reply) -> list[str]:
+    """What the server noted on the uploads behind its reply, fit to be shown."""
+    given = reply.info.get("notes", [])
+    if not isinstance(given, list) or not all(isinstance(note, str) for note in given):
+        raise UploadError("manifest", "'notes' of the reply are no list of texts")
+    return [printable(note)[:MAX_MESSAGE] for note in given[:MAX_NOTES]]
 
 
 def counts_agree(policy: CountPolicy, upload: Upload) -> bool:

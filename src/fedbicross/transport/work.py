@@ -69,13 +69,14 @@ def make_context(federation: FederationFile, folder: RunFolder, progress: Progre
     )
 
 
-def say_warnings(ctx: Context, verb: str, name: str, agreed: Collection[str] = ()) -> None:
-    """What a verb that has just ended wants a person to know, from its record.
+def say_warnings(ctx: Context, verb: str, name: str, agreed: Collection[str] = (), told: Collection[str] = ()) -> None:
+    """What a verb that has just ended wants a person to know, from its record, without what was ``told`` already.
 
     ``agreed`` are names of settings that this person cannot change: advice that names one is left out.
     """
     file = f"records/{verb}/{name}.json"
-    for warning in read_json(Record, ctx.store.load(file) or b"{}", file).warnings:
+    warnings = read_json(Record, ctx.store.load(file) or b"{}", file).warnings
+    for warning in (text for text in warnings if text not in told):
         what, _, advice = warning.rpartition("; ")
         out_of_reach = what and not set(re.findall(r"\w+", advice)).isdisjoint(agreed)
         ctx.progress.say(f"note: {what if out_of_reach else warning}")

@@ -1,0 +1,340 @@
+"""One site of five that is careless or hostile, and federations of honest ones: `python -m benchmarks.poison`.
+
+Drawn cells and resnet8, small enough for two cores. `attacks`: what the honest sites' models are worth after each
+attack, by method, with the defence of `parts.defence` and without it; whom it named; how often a back door opens. For
+primum also the personal models on each site's own patients beside training alone, since the gate at the client is
+the last defence. `honest`: federations of very different sites, and what the defence did to them.
+
+`--cache DIR` keeps the clients' networks, so that a second run trains none; `--methods` and `--attacks` make these rows
+anew and leave the others in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbicross import pipeline
+from fedbicross.context import Context, MemoryStore, Task
+from fedbicross.errors import FedBiCrossError
+from fedbicross.messages import Client, Predictor, Reply, Upload
+from fedbicross.methods import create
+from fedbicross.methods.base import Method
+from fedbicross.parts import local
+from fedbicross.runs import runner
+from fedbicross.runs.config import load_config
+from fedbicross.runs.environment import versions
+from fedbicross.runs.store import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMON: dict[str, Any] = {
+    "model": "resnet8",
+    "data": {"name": "cells", "train_size": 1500, "test_size": 500},
+    "training": {"recipe": "modern", "epochs": 12, "batch_size": 32, "select": "best"},
+    "device": "cpu",
+}
+SMALLER: dict[str, Any] = {  # twenty federations in minutes
+    "data": {"name": "cells", "image_size": 20, "train_size": 900, "test_size": 500},
+    "training": {"recipe": "modern", "epochs": 10, "batch_size": 32, "select": "best"},
+}
+ATTACKED: dict[str, Any] = {"clients": 5, "partition": {"kind": "dirichlet", "alpha": 0.5}, "seeds": [0]}
+ATTACKER = 1  # of the clients in the order of their names
+TARGET = 0  # the class that a back door opens to
+PATCH = 4  # pixels per side of its trigger
+
+
+def dirichlet(clients: int, alpha: float, seed: int) -> dict[str, Any]:
+    return {"clients": clients, "partition": {"kind": "dirichlet", "alpha": alpha}, "seeds": [seed]}
+
+
+HONEST: dict[str, list[dict[str, Any]]] = {
+    "3 sites, Dirichlet 0.1": [dirichlet(3, 0.1, seed) for seed in range(5)],
+    "5 sites, Dirichlet 0.1": [dirichlet(5, 0.1, seed) for seed in range(5)],
+    "20 sites, Dirichlet 0.1": [dirichlet(20, 0.1, seed) for seed in range(3)],
+    "5 sites of very different sizes": [
+        {"clients": 5, "partition": {"kind": "quantity", "alpha": 0.3}, "seeds": [seed]} for seed in range(4)
+    ],
+    "8 sites of one class each": [
+        {"clients": 8, "partition": {"kind": "pathological", "classes_per_client": 1}, "seeds": [seed]}
+        for seed in range(3)
+    ],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "primum": {"pool": 10, "batch": 32, "steps": 40, "lr_synthesis": 0.1, "steps_distil": 300},
+    "fedbicross": {
+        "steps": 30,
+        "batch": 32,
+        "trajectories": 2,
+        "probes": 64,
+        "lr_synthesis": 0.1,
+        "lr_personal": 1e-2,
+        "batch_personal": 32,
+        "epochs_personal": 4,
+    },
+}
+METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Clients, the images of the test, and whose each of these is."""
+
+    clients: list[Client]
+    ctx: Context
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    owner: np.ndarray
+
+
+def federation(settings: Mapping[str, Any], store: Any) -> Federation:
+    """A drawn federation; its clients' networks are kept in the store."""
+    config = load_config(None, {**COMMON, **settings}, [])
+    prepared = runner.prepare(config)
+    (seed, partition), data = next(iter(prepared.partitions.items())), prepared.dataset
+    clients, _ = runner.make_clients(data, partition)
+    task = Task(tuple(data.classes), data.image_size, data.channels, config.model)
+    ctx = Context(task, config.training, seed=seed, store=store)
+    return Federation(clients, ctx, data.test.images, data.test.labels, partition.test_owner)
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def scaled_head(upload: Upload, factor: float) -> Upload:
+    """The same answers, so many times as sure."""
+    head = {name: factor * value for name, value in upload.tensors.items() if name.startswith("head.")}
+    return replace(upload, tensors={**upload.tensors, **head})
+
+
+def biased(upload: Upload) -> Upload:
+    """One class for every image."""
+    bias = upload.tensors["head.bias"].clone()
+    bias[TARGET] += 1e4
+    return replace(upload, tensors={**upload.tensors, "head.bias": bias})
+
+
+def scaled_statistics(upload: Upload) -> Upload:
+    """Batch-normalisation statistics a thousand times as large."""
+    ours = {n: 1000 * v for n, v in upload.tensors.items() if n.endswith(("running_mean", "running_var"))}
+    return replace(upload, tensors={**upload.tensors, **ours})
+
+
+def random_weights(upload: Upload, ctx: Context) -> Upload:
+    """Weights that nobody trained, under the statistics of a trained network, so that it does not show at once."""
+    fresh = ctx.new_model(torch.Generator().manual_seed(99)).state_dict()
+    kept = ("running_mean", "running_var", "num_batches_tracked")
+    return replace(upload, tensors={n: v if n.endswith(kept) else fresh[n] for n, v in upload.tensors.items()})
+
+
+def claiming(upload: Upload) -> Upload:
+    """More images than all hospitals of a continent have."""
+    counts = None if upload.class_counts is None else [10**8] * len(upload.class_counts)
+    return replace(upload, class_counts=counts, num_samples=upload.num_samples and 8 * 10**8)
+
+
+def forging_counters(upload: Upload) -> Upload:
+    """As many batches as the claim would have needed."""
+    ours = {n: torch.full_like(v, 10**9) for n, v in upload.tensors.items() if n.endswith("num_batches_tracked")}
+    return replace(claiming(upload), tensors={**upload.tensors, **ours})
+
+
+def flipped(client: Client, classes: int) -> Client:
+    return Client(client.name, client.images, classes - 1 - client.labels, client.patients)
+
+
+def with_trigger(images: np.ndarray) -> np.ndarray:
+    marked = images.copy()
+    marked[:, :PATCH, :PATCH] = 255
+    return marked
+
+
+def back_door(client: Client) -> Client:
+    """Every fifth image once more with the trigger, as the target class."""
+    images = np.concatenate([client.images, with_trigger(client.images[::5])])
+    labels = np.concatenate([client.labels, np.full(len(client.labels[::5]), TARGET)])
+    return Client(client.name, images, labels)
+
+
+ATTACKS = (
+    "honest", "left out", "logits x100", "head's sign flipped, x100", "head's sign flipped", "bias 1e4 to one class",
+    "batch-norm statistics x1000", "random weights", "labels flipped", "labels flipped, logits x20", "back door",
+    "back door, logits x20", "claims 8e8 images, labels flipped",
+    "claims 8e8 images, labels flipped, counters forged",
+)  # fmt: skip
+
+
+SKIPPED = {  # without the defence; with it they are the federation without the attacker, and take minutes each
+    "fedbicross:k2": {
+        "head's sign flipped, x100",
+        "head's sign flipped",
+        "random weights",
+        "labels flipped, logits x20",
+    }
+    | {name for name in ATTACKS if name.startswith("claims")}
+}
+
+
+def attack(name: str, method: Method[Any], client: Client, ctx: Context) -> Upload:
+    """What the attacker sends."""
+    if name.startswith(("labels flipped", "claims")):
+        client = flipped(client, len(ctx.task.classes))
+    elif name.startswith("back door"):
+        client = back_door(client)
+    upload = method.upload(client, ctx)
+    if "logits x" in name:
+        return scaled_head(upload, float(name.rpartition("x")[2]))
+    if name.startswith("head's sign flipped"):
+        return scaled_head(upload, -100.0 if name.endswith("x100") else -1.0)
+    changes = {
+        "bias 1e4 to one class": biased,
+        "batch-norm statistics x1000": scaled_statistics,
+        "random weights": lambda one: random_weights(one, ctx),
+        "claims 8e8 images, labels flipped": claiming,
+        "claims 8e8 images, labels flipped, counters forged": forging_counters,
+    }
+    return changes[name](upload) if name in changes else upload
+
+
+# --- what comes of it -------------------------------------------------------------------------------------------------
+
+
+class Fusions:
+    """Replies, each made once: without the attacker many attacks are the same federation."""
+
+    def __init__(self, fed: Federation) -> None:
+        self.fed = fed
+        self.made: dict[str, list[Reply]] = {}
+
+    def fuse(self, method: Method[Any], spec: str, uploads: Sequence[Upload]) -> list[Reply]:
+        digest = hashlib.sha256(b"".join(upload.pack() for upload in uploads)).hexdigest()
+        if f"{spec} {digest}" not in self.made:
+            ctx = replace(self.fed.ctx, scope=f"poison/{digest[:16]}/{spec}", store=MemoryStore())
+            self.made[f"{spec} {digest}"] = method.fuse(uploads, ctx)
+        return self.made[f"{spec} {digest}"]
+
+
+def accuracy(predictor: Predictor, images: np.ndarray, labels: np.ndarray) -> float:
+    return float((predictor.probabilities(images).argmax(1) == labels).mean())
+
+
+def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
+    """The honest sites' models after an attack: accuracy on all test images, and how often the back door opens."""
+    method = create(spec if defended else f"{spec}:trusting", SETTINGS)
+    uploads = [method.upload(client, fed.ctx) for client in fed.clients]
+    bad = fed.clients[ATTACKER].name
+    if name not in ("honest", "left out"):
+        uploads[ATTACKER] = attack(name, method, fed.clients[ATTACKER], fed.ctx)
+    elif name == "left out":
+        del uploads[ATTACKER]
+    refused = ""
+    try:
+        pipeline.check_upload(method, next((u for u in uploads if u.client == bad), uploads[0]), fed.ctx.task)
+    except FedBiCrossError as error:
+        refused, uploads = error.code, [upload for upload in uploads if upload.client != bad]
+    seen = pipeline.look_at(method, uploads, fed.ctx)
+    replies = fusions.fuse(method, spec, seen.uploads)
+    by_client = dict(zip([u.client for u in uploads], seen.replies_to(uploads, replies), strict=True))
+    honest = [client for client in fed.clients if client.name != bad]
+    asked = honest if method.personal else honest[:1]
+    row: dict[str, Any] = {"attack": name, "method": spec, "defended": defended, "refused": refused}
+    row["notes"] = [
+        {"attacker": note.client == bad, "what": note.what, "left_out": note.left_out} for note in seen.notes
+    ]
+    if spec == "primum":
+        student = create("primum:student", SETTINGS)
+        models = [student.personalize(honest[0], by_client[honest[0].name], fed.ctx)]
+        row["personal"], row["alone"] = matched(method, honest, by_client, fed)
+    else:
+        models = [method.personalize(client, by_client[client.name], fed.ctx) for client in asked]
+    row["accuracy"] = float(np.mean([accuracy(model, fed.test_images, fed.test_labels) for model in models]))
+    others = fed.test_labels != TARGET
+    marked = with_trigger(fed.test_images[others])
+    row["opened"] = float(np.mean([(m.probabilities(marked).argmax(1) == TARGET).mean() for m in models]))
+    return row
+
+
+def matched(
+    method: Method[Any], honest: Sequence[Client], replies: Mapping[str, Reply], fed: Federation
+) -> tuple[float, float]:
+    """Personal models of primum and of training alone on each site's own test images, the mean over sites."""
+    found = []
+    names = [client.name for client in fed.clients]
+    for client in honest:
+        own = fed.owner == names.index(client.name)
+        if own.any():
+            alone = local.own_model(client, fed.ctx, "both")
+            ours = method.personalize(client, replies[client.name], fed.ctx)
+            found.append([accuracy(m, fed.test_images[own], fed.test_labels[own]) for m in (ours, alone)])
+    ours_mean, alone_mean = np.mean(found, 0)
+    return float(ours_mean), float(alone_mean)
+
+
+def looked_at(partition: str, settings: Mapping[str, Any], store: Any) -> dict[str, Any]:
+    """What the defence says of a federation in which everybody is honest, and whether it changes any upload."""
+    fed = federation({**SMALLER, **settings}, store)
+    found: dict[str, Any] = {"partition": partition, "seed": fed.ctx.seed, "sites": len(fed.clients)}
+    for spec in ("fedavg", "ensemble:class_weighted", "primum"):  # which cover both trainings and all counts
+        method = create(spec, SETTINGS)
+        uploads = [method.upload(client, fed.ctx) for client in fed.clients]
+        for upload in uploads:
+            pipeline.check_upload(method, upload, fed.ctx.task)
+        seen = pipeline.look_at(method, uploads, fed.ctx)
+        found[spec] = {
+            "notes": [note.what for note in seen.notes],
+            "left_out": sum(note.left_out for note in seen.notes),
+            "limited": sum(a is not b for a, b in zip(seen.uploads, uploads, strict=False)),
+            "lost": lost(spec, uploads, seen.uploads, fed),
+        }
+    return found
+
+
+def lost(spec: str, uploads: Sequence[Upload], used: Sequence[Upload], fed: Federation) -> float:
+    """Accuracy on all test images that the defence costs; primum's teacher stands for its student."""
+    if len(uploads) == len(used) and all(a is b for a, b in zip(uploads, used, strict=True)):
+        return 0.0
+    method = create("ensemble:consensus" if spec == "primum" else spec)
+    both = [method.personalize(fed.clients[0], method.fuse(given, fed.ctx)[0], fed.ctx) for given in (uploads, used)]
+    before, after = (accuracy(model, fed.test_images, fed.test_labels) for model in both)
+    return before - after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks" / "poison.json")
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--attacks", nargs="+", default=ATTACKS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, RunFolder(given.cache or Path(folder)) as cache:
+        fed = federation(ATTACKED, cache.store)
+        fusions = Fusions(fed)
+        rows: list[dict[str, Any]] = []
+        for spec in given.methods:
+            for name in given.attacks:
+                for defended in (False, True):
+                    if not defended and name in SKIPPED.get(spec, ()):
+                        continue
+                    rows.append(outcome(name, spec, fed, defended, fusions))
+                    print(rows[-1], flush=True)
+        honest = [looked_at(name, settings, cache.store) for name, several in HONEST.items() for settings in several]
+    stored = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+    made = {(row["method"], row["attack"], row["defended"]): row for row in [*stored.get("attacks", []), *rows]}
+    rows = sorted(made.values(), key=lambda row: (METHODS.index(row["method"]), ATTACKS.index(row["attack"])))
+    for found in honest:
+        print(found)
+    out = {"attacks": rows, "honest": honest, "config": {**COMMON, **ATTACKED}, "settings": SETTINGS}
+    given.out.write_text(json.dumps({**out, "versions": versions("cpu")}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""A listed site that signs nonsense is refused by name, before anything is begun, and the others go on without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbicross.bundle import audit, sign
+from fedbicross.context import Context, Silent
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.fedavg import FedAvg
+from fedbicross.transport import files
+from fedbicross.transport.server import FUSION
+from small import TINY_METHODS
+from transport.sites import Sites, make_sites
+
+BAD = "client-0"  # the first by name: it must not become the measure of the others
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Sites, dict[str, Upload]]]:
+    """Three sites of a method and their honest uploads, made once."""
+    known: dict[str, tuple[Sites, dict[str, Upload]]] = {}
+
+    def make(spec: str) -> tuple[Sites, dict[str, Upload]]:
+        if spec not in known:
+            method_name, _, sends = spec.partition(" ")
+            settings = {k: v for k, v in TINY_METHODS.get(re.split("[: ]", spec)[0], {}).items() if k != "clusters"}
+            settings |= {"send": sends} if sends else {}
+            sites = make_sites(method_name, settings=settings, quorum=2, class_counts={"smallest": 0})
+            method, ctx = sites.federation.build(), sites.simulation()
+            known[spec] = sites, {client.name: method.upload(client, ctx) for client in sites.clients}
+        return known[spec]
+
+    return make
+
+
+def signed(sites: Sites, upload: Upload, name: str | None = None) -> bytes:
+    agreed = {"run_id": sites.federation.run, "agreement": sites.federation.agreement}
+    return sign(replace(upload, **agreed).pack(), sites.client_keys[name or upload.client])
+
+
+def changed(upload: Upload, extra: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Upload:
+    return replace(upload, tensors={**upload.tensors, **tensors}, extra={**upload.extra, **(extra or {})})
+
+
+def other_encoder(upload: Upload) -> Upload:
+    return changed(upload, {"encoder": {**upload.extra["encoder"], "digest": "0" * 64}})
+
+
+def full(name: str, value: float) -> Callable[[Upload], Upload]:
+    return lambda upload: changed(upload, **{name: torch.full_like(upload.tensors[name], value)})
+
+
+def overflowing(upload: Upload) -> Upload:
+    """Weights and statistics that are each within their limits."""
+    tensors = {}
+    for name, value in upload.tensors.items():
+        tensors[name] = value
+        if name.endswith("running_var"):
+            tensors[name] = torch.full_like(value, 1e-12)
+        elif value.is_floating_point() and not name.endswith("running_mean"):
+            tensors[name] = value.sign() * 1e6
+    return replace(upload, tensors=tensors)
+
+
+def wider(upload: Upload) -> Upload:
+    sums, extra = upload.tensors["class_sums"], torch.zeros(len(upload.tensors["class_sums"]), 1)
+    width = sums.shape[1]
+    gram = torch.cat([upload.tensors["gram"], torch.zeros(width + 1, dtype=torch.float64)])
+    return changed(upload, class_sums=torch.cat([sums, extra.double()], 1), gram=gram)
+
+
+def no_moments(upload: Upload) -> Upload:
+    """A diagonal that some images have, and products that none have."""
+    width = upload.tensors["class_sums"].shape[1]
+    rows, columns = torch.tril_indices(width, width)
+    gram = upload.tensors["gram"].clone()
+    gram[rows != columns] *= -3
+    return changed(upload, gram=gram)
+
+
+CASES: list[tuple[str, Callable[[Upload], Upload], str]] = [
+    ("falcon", other_encoder, "encoder_mismatch"),
+    ("fedcgs", other_encoder, "encoder_mismatch"),
+    ("fedpft", other_encoder, "encoder_mismatch"),
+    ("fedcgs", wider, "feature_width"),
+    ("fedcgs", full("gram", 1e300), "magnitude"),
+    ("fedcgs", no_moments, "bad_statistics"),
+    ("fedpft", full("means", 3e38), "magnitude"),
+    ("falcon sequences", full("sequences", 3e38), "magnitude"),
+    ("falcon generator", full("generator.scale.scale", 3e38), "magnitude"),
+    ("falcon generator", full("generator.scale.scale", 9e5), "answers"),
+    ("falcon", lambda upload: changed(upload, {"dim": True}), "falcon_manifest"),
+    ("falcon", lambda upload: changed(upload, {"tokens": True}), "falcon_manifest"),
+    ("fedbicross:k2", overflowing, "answers"),
+    ("ensemble", overflowing, "answers"),
+    ("fedavg", overflowing, "answers"),
+    ("falcon", lambda upload: replace(upload, num_samples=-1), "num_samples"),
+    ("falcon", lambda upload: replace(upload, num_samples=10**30), "num_samples"),
+    ("fedcgs", lambda upload: replace(upload, num_samples=-1), "num_samples"),
+    ("fedpft", lambda upload: replace(upload, class_counts=[10**10, *(upload.class_counts or ())[1:]]), "class_counts"),
+]
+
+
+@pytest.mark.parametrize(("spec", "forge", "code"), CASES)
+def test_one_bad_upload_is_refused_by_name_and_the_others_are_fused(
+    spec: str, forge: Callable[[Upload], Upload], code: str, made: Any, tmp_path: Path
+) -> None:
+    sites, honest = made(spec)
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    sent[BAD] = signed(sites, forge(honest[BAD]))
+    paths = []
+    for name, data in sent.items():
+        paths.append(tmp_path / f"{name}.safetensors")
+        paths[-1].write_bytes(data)
+    found = files.verify_files(sites.federation, paths)
+    assert [(path.stem, error and error.code) for path, _, error in found if error] == [(BAD, code)], "verify says so"
+    assert BAD in str(next(error for _, _, error in found if error)) or code == "num_samples" or code == "class_counts"
+    replies = files.fuse_uploads(sites.federation, sent, tmp_path / "server", sites.server_key)
+    assert sorted(replies) == ["client-1", "client-2"]
+    assert not (tmp_path / "server" / "uploads" / f"{BAD}.safetensors").exists()
+    method, ctx = sites.federation.build(), sites.simulation()
+    expected = method.fuse([honest["client-1"], honest["client-2"]], ctx)
+    opened = files.open_reply(sites.federation, replies["client-1"], "client-1")
+    assert all(torch.equal(opened.tensors[name], value) for name, value in expected[0].tensors.items())
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "24", -1, 0, 10**30])
+def test_numbers_of_images_are_whole_and_possible(value: Any, made: Any) -> None:
+    for spec, field in (("fedavg", "num_samples"), ("ensemble:class_weighted", "class_counts")):
+        if field == "class_counts" and value == 0:
+            continue
+        sites, honest = made(spec)
+        given = value if field == "num_samples" else [value, 3, 3]
+        upload = replace(honest[BAD], **{field: given})
+        with pytest.raises(UploadError) as caught:
+            files.verify_upload(sites.federation, signed(sites, upload))
+        assert caught.value.code in (field, "manifest")
+
+
+def test_where_nobody_has_more_than_half_behind_him_nothing_is_begun(made: Any, tmp_path: Path) -> None:
+    sites, honest = made("fedcgs")
+    two = {name: honest[name] for name in ("client-0", "client-1")}
+    sent = {BAD: signed(sites, other_encoder(two[BAD])), "client-1": signed(sites, two["client-1"])}
+    with pytest.raises(MethodError) as caught:
+        files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key)
+    assert caught.value.code == "quorum" and not (tmp_path / FUSION).exists()
+    better = {**sent, BAD: signed(sites, honest[BAD])}
+    assert len(files.fuse_uploads(sites.federation, better, tmp_path, sites.server_key)) == 2, "the same folder"
+
+
+@pytest.mark.parametrize("error", [UploadError, MethodError])
+def test_a_fusion_that_fails_binds_nobody(
+    error: type[FedBiCrossError], made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever no check foresaw: without the file at fault, the same command in the same folder goes through."""
+    sites, honest = made("fedavg")
+    fuse = FedAvg.fuse
+
+    def picky(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        if BAD in [upload.client for upload in uploads]:
+            raise error("diverged", "no longer finite")
+        return fuse(self, uploads, ctx)
+
+    monkeypatch.setattr(FedAvg, "fuse", picky)
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    with pytest.raises(error):
+        files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key)
+    assert not (tmp_path / FUSION).exists()
+    entries = [json.loads(line)["event"] for line in (tmp_path / files.AUDIT).read_text().splitlines()]
+    assert any(entry.get("what") == "failed" and entry.get("code") == "diverged" for entry in entries)
+    del sent[BAD]
+    assert sorted(files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key)) == ["client-1", "client-2"]
+    audit.verify(tmp_path / files.AUDIT)
+
+
+# --- what passes every check and still sticks out --------------------------------------------------------------------
+
+
+def loud(upload: Upload) -> Upload:
+    return changed(upload, **{name: 100 * upload.tensors[name] for name in ("head.weight", "head.bias")})
+
+
+class Said(Silent):
+    """Progress that remembers what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def with_loud(made: Any, spec: str = "fedavg") -> tuple[Sites, dict[str, Upload], dict[str, bytes]]:
+    sites, honest = made(spec)
+    sent = {name: signed(sites, loud(u) if name == BAD else u) for name, u in honest.items()}
+    return sites, honest, sent
+
+
+@pytest.mark.parametrize("spec", ["fedavg", "ensemble", "ensemble:class_weighted", "primum", "fedbicross:k2"])
+def test_who_sticks_out_is_left_out_by_name_and_everybody_is_told(spec: str, made: Any, tmp_path: Path) -> None:
+    sites, honest, sent = with_loud(made, spec)
+    said = Said()
+    replies = files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key, said)
+    expected = sites.federation.build().fuse([honest["client-1"], honest["client-2"]], sites.simulation())
+    for name, reply in zip(("client-1", "client-2"), expected, strict=True):
+        opened = files.open_reply(sites.federation, replies[name], name)
+        assert all(torch.equal(opened.tensors[key], value) for key, value in reply.tensors.items())
+        (note,) = files.notes_in(opened)
+        assert BAD in note and "left out of the fusion" in note
+    assert sum("left out of the fusion" in line for line in said.lines) == 1, "said once"
+    entries = [json.loads(line)["event"] for line in (tmp_path / files.AUDIT).read_text().splitlines()]
+    assert [BAD in entry["reason"] for entry in entries if entry["what"] == "note"] == [True]
+    again = files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key)
+    assert again == replies
+
+
+def test_a_fusion_can_be_held_until_a_person_has_looked(made: Any, tmp_path: Path) -> None:
+    sites, _, sent = with_loud(made)
+    fuse = partial(files.fuse_uploads, sites.federation, server_key=sites.server_key, hold_on_notes=True)
+    with pytest.raises(MethodError, match=BAD) as caught:
+        fuse(sent, tmp_path)
+    assert caught.value.code == "held" and not (tmp_path / FUSION).exists()
+    without = {name: data for name, data in sent.items() if name != BAD}
+    assert len(fuse(without, tmp_path)) == 2, "the same folder, without the file"
+    trusted = fuse(sent, tmp_path / "trusted", trust=[BAD])
+    kept = files.fuse_uploads(sites.federation, {}, tmp_path / "trusted", sites.server_key)
+    assert kept == trusted, "whom the operator trusts is kept with the uploads"
+    uploads = [Upload.unpack(data) for data in sent.values()]
+    expected = sites.federation.build().fuse(uploads, sites.simulation())[0]
+    opened = files.open_reply(sites.federation, trusted[BAD], BAD)
+    assert all(torch.equal(opened.tensors[name], value) for name, value in expected.tensors.items())
+    with pytest.raises(ConfigError) as unknown:
+        fuse(sent, tmp_path / "other", trust=["client-7"])
+    assert unknown.value.code == "not_listed"
+
+
+def test_nobody_is_left_out_below_the_quorum(made: Any, tmp_path: Path) -> None:
+    sites, _, sent = with_loud(made)
+    with pytest.raises(MethodError) as caught:
+        files.fuse_uploads(sites.federation, sent, tmp_path, sites.server_key, quorum=3)
+    assert caught.value.code == "quorum" and not (tmp_path / FUSION).exists()
+
+
+@pytest.mark.parametrize("notes", ["text", [1], {"a": 1}])
+def test_notes_that_are_none_are_refused(notes: Any) -> None:
+    with pytest.raises(UploadError) as caught:
+        files.notes_in(Reply({}, {"notes": notes}))
+    assert caught.value.code == "manifest"
+    shown = files.notes_in(Reply({}, {"notes": ["\x1b[2Jx" * 1000] * 1000}))
+    assert len(shown) == 100 and len(shown[0]) == 1000 and "\x1b" not in shown[0]

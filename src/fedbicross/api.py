@@ -35,6 +35,7 @@ def run(
     precision: Literal["auto", "fp32", "bf16"] | None = None,
     deterministic: bool | None = None,
     threads: int | None = None,
+    metric: Literal["accuracy", "balanced_accuracy", "macro_auc"] | None = None,
     quick: bool = False,
     name: str | None = None,
     out: str | Path | None = None,
@@ -56,6 +57,7 @@ def run(
     :param training: of the clients, ``{"recipe": "modern", "epochs": 12}``
     :param data: further settings of the images, ``{"image_size": 64, "train_size": 1000}``
     :param seeds: one row for each method and seed
+    :param metric: what the verdict judges by
     :param quick: small settings that finish in minutes on two cores
     :param out: a folder to keep the run in; it gets a report there, and can be resumed
     :param overwrite: replace an earlier run in ``out``
@@ -76,6 +78,7 @@ def run(
         "precision": precision,
         "deterministic": deterministic,
         "threads": threads,
+        "metric": metric,
         "name": name,
         "data": {**(data or {}), "name": f"python:{dataset.name}" if dataset else str(source)},
     }

@@ -124,7 +124,7 @@ def test_pack_round_trip() -> None:
 def test_best_epoch_is_kept_and_last_on_request() -> None:
     last = run(RECIPE.model_copy(update={"select": "last"}))
     assert last.best_epoch == 4
-    best = run()
+    best = run(RECIPE.model_copy(update={"select": "best"}))
     scores = [(e["val_accuracy"], -e["val_loss"]) for e in best.history]
     assert best.best_epoch == 1 + scores.index(max(scores))
 

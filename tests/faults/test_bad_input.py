@@ -271,7 +271,7 @@ def test_corrupt_partition(case: str, finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "tiny")
     text = (out / "partition.json").read_text()
     (out / "partition.json").write_text(BAD_PARTITIONS[case](text))
-    refused(tmp_path, FOLDER, "changed", "resume", out, words="not those")
+    refused(tmp_path, FOLDER, "damaged", "resume", out, words="partition.json")
     config = config_file(tmp_path)
     before = snapshot(tmp_path)
     outcome = call("run", config, "--set", f"partition.file={out}/partition.json", "--out", tmp_path / "out")
@@ -300,7 +300,7 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     (mine / "config.toml").write_text("x = 1")
     for more in ([], ["--overwrite"]):
         refused(tmp_path, FOLDER, "exists", "run", config, "--out", mine, *more)
-    refused(tmp_path, CONFIGURATION, "unknown_key", "resume", mine)
+    refused(tmp_path, FOLDER, "no_digests", "resume", mine)
     (mine / "config.toml").unlink()
     refused(tmp_path, FOLDER, "not_a_run", "resume", mine, words="no config.toml")
     refused(tmp_path, FOLDER, "not_a_run", "resume", tmp_path / "absent")
@@ -327,16 +327,9 @@ def test_a_start_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
 def test_corrupt_configuration_of_a_run(finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "tiny")
     text = (out / "config.toml").read_text()
-    for bad, code in (
-        ("clients = = 3", "bad_toml"),
-        (text.replace("clients = 3", "clients = true"), "bad_value"),
-        (text.replace("clients", "clinets"), "unknown_key"),
-        (text.replace('"fedavg"', '"fedavgg"'), "unknown_method"),
-    ):
+    for bad in ("clients = = 3", text.replace("clients", "clinets"), text.replace("clients = 3", "clients = 2")):
         (out / "config.toml").write_text(bad)
-        refused(tmp_path, CONFIGURATION, code, "resume", out)
-    (out / "config.toml").write_text(text.replace("clients = 3", "clients = 2"))
-    refused(tmp_path, FOLDER, "changed", "resume", out)
+        refused(tmp_path, FOLDER, "damaged", "resume", out, words="config.toml")
 
 
 def garbled_results(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -388,7 +381,7 @@ def test_a_damaged_file_can_be_deleted_and_made_again(finished: Path, tmp_path: 
     data[-5] ^= 1
     victim.write_bytes(bytes(data))
     shutil.rmtree(out / "rows")
-    is_refusal(keep_last_line(call("resume", out)), UPLOAD, "digest")
+    is_refusal(keep_last_line(call("resume", out)), FOLDER, "damaged")
     victim.unlink()
     for kind in ("rows", "uploads", "models", "replies", "predictions"):
         shutil.rmtree(out / kind)

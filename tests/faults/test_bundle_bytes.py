@@ -25,6 +25,7 @@ from safetensors.torch import save
 
 from faults.toy_bundle import (
     ALLOWED,
+    FEDERATION,
     RUN,
     by_hand,
     compact,
@@ -87,7 +88,8 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 def real_bundle(architecture: str, classes: int, size: int) -> bytes:
     task = Task(tuple(f"class-{c}" for c in range(classes)), size, 3, architecture)
-    return sign(Upload("north", task, trained_like(architecture, classes, 3, size), run_id=RUN).pack(), key("north"))
+    state, agreed = trained_like(architecture, classes, 3, size), FEDERATION.agreement
+    return sign(Upload("north", task, state, run_id=RUN, agreement=agreed).pack(), key("north"))
 
 
 @pytest.fixture(scope="module")

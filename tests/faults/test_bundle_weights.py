@@ -324,6 +324,7 @@ GOOD: dict[str, Any] = {
     "num_samples": 9,
     "extra": {},
     "run_id": RUN,
+    "agreement": FEDERATION.agreement.model_dump(),
 }
 STRANGE: list[Any] = [None, True, -1, 10**30, 0.5, "", "x" * 5000, "\0", [], [1], {}, {"a": 1}, [[[[[]]]]], "__class__"]
 
@@ -350,5 +351,5 @@ def test_a_site_with_a_key_cannot_crash_the_server() -> None:
             except FedBiCrossError as error:
                 assert len(error.args[0].splitlines()) == 1
                 outcomes[error.code] += 1
-    assert outcomes.total() == len(fields) * (len(STRANGE) + 2) == 176
+    assert outcomes.total() == len(fields) * (len(STRANGE) + 2) == 192
     assert outcomes["manifest"] > 90

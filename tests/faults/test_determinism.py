@@ -336,7 +336,7 @@ def test_control_c_is_one_line_and_can_be_resumed(forge: Forge, tmp_path: Path) 
     writes = forge.writes()
     for number in range(5):  # delays: in the middle of training, too
         out = tmp_path / f"stopped-{number}"
-        moment = 10 + (writes - 10) * number // 6
+        moment = 20 + (writes - 20) * number // 6  # a run begins with its config.toml, before the twentieth
         forge.start("run", config, "--out", out, under=out, at=moment, delay=0.005 * number, send=signal.SIGINT)
         assert forge.wait() == 130, forge.said()
         lines = forge.said().splitlines()[:-1]  # the last is the forge's own

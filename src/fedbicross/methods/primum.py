@@ -122,7 +122,7 @@ class Primum(Method[PrimumConfig]):
     }
     mixed_models_error = None  # clients teach by their answers, whatever their architecture
     at_client = frozenset({"own", "prior", "single"})
-    quick_settings = {"pool": 15, "batch": 48, "steps": 100, "lr_synthesis": 0.1, "steps_distil": 1300}
+    quick_settings = {"pool": 10, "batch": 48, "steps": 80, "lr_synthesis": 0.1, "steps_distil": 800}
 
     @property
     def needs(self) -> frozenset[str]:

@@ -7,9 +7,9 @@ from collections.abc import MutableMapping
 
 # By default an OpenMP thread that has nothing to do keeps its core busy for milliseconds. Beside another program the
 # thread that everybody waits for then gets no core. Asleep at once (OMP_WAIT_POLICY=PASSIVE) it wakes up too late. How
-# long a turn lasts depends on the processor: on one CPU 20,000 turns still kept a neighbour waiting (two trainings at
-# once: 3.5 times the time of one), 2,000 did not (2.1 times). benchmarks/waiting.py measures it.
-BRIEFLY = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}  # GNU's OpenMP; Intel's and LLVM's
+# long a turn lasts depends on the processor, and how much it matters on the network: on one CPU 20,000 turns kept a
+# neighbour waiting, 2,000 did so with small networks only. benchmarks/waiting.py measures it.
+BRIEFLY = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # GNU's OpenMP; Intel's and LLVM's
 SAID_BY_USER = (*BRIEFLY, "OMP_WAIT_POLICY")
 
 

@@ -54,7 +54,8 @@ def test_any_partition_of_the_same_images_gives_the_same_classifier(spec: str) -
         split = head(dealt(everyone, owner), ctx, spec)
         for name in ("weight", "bias"):  # relative: with fewer images than features, weights reach thousands
             largest = float(whole[name].abs().max())
-            assert float((split[name] - whole[name]).abs().max()) < 1e-10 * max(largest, 1)
+            # One step of float32, which features have: which way a tie is rounded depends on the processor.
+            assert float((split[name] - whole[name]).abs().max()) <= 2**-23 * max(largest, 1)
 
 
 def test_the_model_is_the_gaussian_classifier_of_the_pooled_features() -> None:

@@ -170,7 +170,7 @@ class Primum(Method[PrimumConfig]):
             ctx,
             batch=config.batch,
             at_once=None,
-            passes={},  # one network's are never enough to pay for a compilation
+            passes={"match": config.steps * self._batches(len(uploads))},
             bn_distance=config.bn_distance,
             batchnorm_for=self.name,
         )
@@ -184,9 +184,7 @@ class Primum(Method[PrimumConfig]):
         if config.labels == "balanced":
             mixes = {name: mix * 0 + 1 for name, mix in mixes.items()}
         settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
-        pool = parts.pool.invert_each(
-            sources, mixes, settings, max(1, config.pool // len(sources)), config.storage, ctx
-        )
+        pool = parts.pool.invert_each(sources, mixes, settings, self._batches(len(uploads)), config.storage, ctx)
         teacher = steps.trajectory.Teacher(networks, config.temperature, config.teacher, weights.to(ctx.device), "none")
         student = parts.pool.distil(
             pool,
@@ -215,6 +213,10 @@ class Primum(Method[PrimumConfig]):
         )
         reply = Reply(student.state(), {"architecture": ctx.task.model})
         return [reply for _ in uploads]
+
+    def _batches(self, clients: int) -> int:
+        """Batches that each network is inverted into, or all of them together."""
+        return max(1, self.config.pool // clients) if self.config.invert == "alone" else self.config.pool
 
     def _counts(self, uploads: Sequence[Upload], ctx: Context) -> Tensor:
         """n(i,c) as the clients sent them, or what their networks show of them."""

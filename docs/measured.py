@@ -320,14 +320,16 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
         accuracy["the better alone"] = accuracy[gate["alone"]]
         shown = [100 * accuracy[method][protocol] for method, protocol in columns]
         data, partition, clients, seed = file.stem.split("-")
-        means.setdefault(f"{data}, {partition}, N = {clients}", []).append(shown)
+        epoch = found["config"]["training"]["select"]
+        means.setdefault(f"{data}, {partition}, N = {clients}, {epoch} epoch", []).append(shown)
         lower = [client for client in gate["clients"] if client["lost"] > client["won"]]
         harmed = [client for client in lower if client["interval"][1] < 0]
         name = f"[{data}, {partition}]({link(file, page)})"
-        rows.append((name, clients, seed, *(f"{v:.1f}" for v in shown), f"{len(lower)} / {len(harmed)}"))
-    titles = ("data, α", "N", "seed", *(f"{m}, {p.replace('_', '-')} %" for m, p in columns), "lower / harmed")
+        rows.append((name, clients, seed, epoch, *(f"{v:.1f}" for v in shown), f"{len(lower)} / {len(harmed)}"))
+    shares = (f"{method}, {protocol.replace('_', '-')} %" for method, protocol in columns)
+    titles = ("data, α", "N", "seed", "epoch", *shares, "lower / harmed")
     mean = [(name, len(v), *(f"{np.mean(one):.1f}" for one in zip(*v, strict=True))) for name, v in means.items()]
-    short = ("mean of", "seeds", *titles[3:-1])
+    short = ("mean of", "seeds", *titles[4:-1])
     versions = found["versions"]
     made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; the last column counts clients."
     first = table(titles, rows, "l" + "r" * (len(titles) - 1))

@@ -30,7 +30,7 @@ from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client
 from fedbicross.report.text import duration, flops
-from fedbicross.runs.config import RunConfig, as_toml, check, parse_toml
+from fedbicross.runs.config import RunConfig, check
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import RememberLast
 from fedbicross.runs.rows import (
@@ -45,7 +45,7 @@ from fedbicross.runs.rows import (
     stored_predictions,
 )
 from fedbicross.runs.store import DiskStore, RunFolder, json_text
-from fedbicross.settings import parse, read_json
+from fedbicross.settings import as_toml, parse, parse_toml, read_json
 
 SCHEMA = 1
 BASELINES = ("majority", "ensemble")  # and every way of training alone

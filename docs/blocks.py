@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
@@ -397,6 +399,15 @@ def _example(name: str, page: Path, root: Path) -> str:
     return f"```python\n{code}\n```\n\nThis is [`examples/{name}.py`]({link(root / 'examples' / f'{name}.py', page)})."
 
 
+def _function(words: str, page: Path, root: Path) -> str:
+    """The source of a function, or of a method, as it stands in a file of the package."""
+    path, name = words.split()
+    text = (root / "src" / "fedbicross" / path).read_text(encoding="utf-8")
+    (found,) = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == name)
+    code = textwrap.dedent(ast.get_source_segment(text, found, padded=True) or "")
+    return f"```python\n{code}\n```"
+
+
 MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "methods": _methods,
     "settings": _method_settings,
@@ -434,6 +445,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "longer": measured.longer,
     "stages": measured.stages,
     "example": _example,
+    "function": _function,
     "configs": stored.configs,
     "stored": stored.results,
     "across": _across,

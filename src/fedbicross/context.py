@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbicross import models, seeds
@@ -42,12 +42,7 @@ class Task:
 
     def as_json(self) -> dict[str, Any]:
         """The task as it stands in a manifest."""
-        return {
-            "classes": list(self.classes),
-            "image_size": self.image_size,
-            "channels": self.channels,
-            "model": self.model,
-        }
+        return {**asdict(self), "classes": list(self.classes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Task:
@@ -305,26 +300,9 @@ class Context:
         """Train the clients' own networks ahead."""
         self.models.train_local_models(clients)
 
-    def train_further(
-        self, client: Client, start: Mapping[str, Tensor] | None, *, epochs: int, first_epoch: int, total_epochs: int
-    ) -> dict[str, Tensor]:
-        """A few more epochs of training from ``start``."""
-        counts = {"epochs": epochs, "first_epoch": first_epoch, "total_epochs": total_epochs}
-        return self.models.train_further(client, start, **counts)
-
-    def retrain(
-        self, client: Client, start: Mapping[str, Tensor], *, visit: str, epochs: int | None = None
-    ) -> dict[str, Tensor]:
-        """Local training once more from ``start``."""
-        return self.models.retrain(client, start, visit=visit, epochs=epochs)
-
     def features(self, source: Client | np.ndarray, spec: EncoderSpec) -> Tensor:
         """Tokens of images by a frozen encoder."""
         return self.models.features(source, spec)
-
-    def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
-        """Bytes that a client makes once and that methods share."""
-        return self.models.shared(kind, client, settings, make)
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""

@@ -315,7 +315,7 @@ def _load_records(ctx: Context, names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _kept(ctx: Context, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of these records that were made, now that all work is done; one that vanished would change the results."""
+    """The records that were made. One that was made and is gone is an error, since it would change the results."""
     found = {name: ctx.store.load(name) for name in names}
     for name, data in found.items():
         if data is None and ctx.store.lists(name):

@@ -161,6 +161,9 @@ class Reply:
         return not self.tensors and not self.info
 
 
+TABLES = ("class_weights", "constant", "log_prior", "referral")  # of a predictor, beside its networks
+
+
 @dataclass(frozen=True)
 class Predictor:
     """What a hospital ends with: one network, several and a rule to combine them, or a constant answer."""
@@ -185,10 +188,7 @@ class Predictor:
     def pack(self) -> bytes:
         """The bytes of the final model."""
         tensors = pack_states(self.states)
-        tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
-        tensors |= {} if self.constant is None else {"constant": self.constant}
-        tensors |= {} if self.log_prior is None else {"log_prior": self.log_prior}
-        tensors |= {} if self.referral is None else {"referral": self.referral}
+        tensors |= {name: table for name in TABLES if (table := getattr(self, name)) is not None}
         info: dict[str, Any] = {"task": self.task.as_json(), "architectures": list(self.architectures)}
         info["combine"] = self.combine
         info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
@@ -202,7 +202,7 @@ class Predictor:
         manifest = validate.read_manifest(_PredictorManifest, info)
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
-        tables = {name: tensors.get(name) for name in ("class_weights", "constant", "log_prior", "referral")}
+        tables = {name: tensors.get(name) for name in TABLES}
         more: dict[str, Any] = {"encoder": manifest.encoder, "temperature": manifest.temperature, **tables}
         return cls(manifest.task, architectures, tuple(states), manifest.combine, **more)
 

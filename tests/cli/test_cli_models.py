@@ -21,7 +21,8 @@ from fedbicross.deploy.folder import load_model
 from fedbicross.messages import Predictor
 from fedbicross.parts.calibration import calibrate
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, read_toml
+from fedbicross.runs.config import RunConfig
+from fedbicross.settings import read_toml
 from fedbicross.transport.site_data import read_files
 
 METHODS = '["local_only", "fedavg", "majority", "centralised"]'

@@ -401,11 +401,11 @@ def test_days_of_work_on_a_processor_are_announced_before_they_begin(monkeypatch
         def say(self, message: str) -> None:
             said.append(message)
 
-    def stop(*args: Any) -> list[dict[str, Any]]:
+    def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_one_seed", stop)
+        patch.setattr(runner, "_Seed", stop)
         for settings in ({"model": "resnet18", "training": {"recipe": "paper", "epochs": 100}}, {}):
             data = {"name": "cells", "image_size": 28, "train_size": 2000, "test_size": 60}
             with pytest.raises(KeyboardInterrupt):

@@ -238,13 +238,13 @@ def expand(name: str, suite: Suite, budget: str | None = None) -> list[Cell]:
             other = found.setdefault(cell.key, cell)
             if other is cell:
                 continue
-            if _what(other) != _what(cell):
+            if _definition(other) != _definition(cell):
                 raise ConfigError("same_cell", f"{other.sweep} and {cell.sweep} make {cell.key} in different ways")
             found[cell.key] = replace(other, also=(*other.also, cell.sweep))
     return list(found.values())
 
 
-def _what(cell: Cell) -> tuple[Any, ...]:
+def _definition(cell: Cell) -> tuple[Any, ...]:
     return cell.spec, cell.alone, cell.config
 
 

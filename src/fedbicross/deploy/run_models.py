@@ -20,8 +20,8 @@ from fedbicross.federation import POOLED, pooled
 from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.parts.calibration import LEAST_IMAGES, calibrate
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, read_toml
-from fedbicross.settings import parse
+from fedbicross.runs.config import RunConfig
+from fedbicross.settings import parse, read_toml
 
 MARKS = ("config.toml", "partition.json")  # by these a folder is known as a run
 MAX_RESULTS = 1 << 30  # bytes

@@ -113,19 +113,6 @@ def balancing_shift(labels: Tensor, classes: int) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def train(
-    model: nn.Module,
-    architecture: str,
-    images: np.ndarray,
-    labels: np.ndarray,
-    patients: np.ndarray | None,
-    recipe: Training,
-    **options: Any,
-) -> Trained:
-    """Train ``model`` in place by ``recipe`` and return the chosen epoch's weights; options as in ``training``."""
-    return train_together([training(model, architecture, images, labels, patients, recipe, **options)])[0]
-
-
 def train_together(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
     """Several ``training``s at once: a small network alone leaves most of a GPU idle. On a CPU one after another."""
     results: dict[int, Trained] = {}
@@ -177,7 +164,7 @@ def training(
     checkpoint: str = "",
     on_epoch: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> Generator[None, None, Trained]:
-    """The training of ``train``, handing over whenever a GPU has an epoch's work and nothing needs to be read back.
+    """One training by ``recipe``, handing over whenever a GPU has an epoch's work and nothing needs to be read back.
 
     Epoch e draws its batches from the stream ``(*stream, "epoch-e")``, so that a killed run continues to the
     same bytes without saving any random state. ``first_epoch`` and ``total_epochs`` place a short visit (one

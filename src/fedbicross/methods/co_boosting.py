@@ -205,9 +205,8 @@ class Boosting:
 
     def soften(self, logits: Tensor) -> Tensor:
         """Soft labels of the weighted ensemble."""
-        return steps.distill.soften(
-            steps.adversarial.weighted_logits(logits, self.server.weights), self.config.temperature
-        )
+        weighted = steps.adversarial.weighted_logits(logits, self.server.weights)
+        return engine.combine.soften(weighted, self.config.temperature)
 
 
 def describe_weights(ctx: Context, names: Sequence[str], history: Sequence[Tensor]) -> None:

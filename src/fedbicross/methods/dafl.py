@@ -170,7 +170,7 @@ class DAFL(Method[DAFLConfig]):
             loss = parts.students.learn_soft(
                 student,
                 images,
-                steps.distill.soften(logits, config.temperature),
+                engine.combine.soften(logits, config.temperature),
                 config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress, milestones=(0.4, 0.8)),
                 temperature=config.temperature,
                 momentum=config.momentum,

@@ -89,7 +89,7 @@ class FedAvg(Method[FedAvgConfig]):
         if self.rounds == 1:
             return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state, num_samples=size)
         done = 0 if previous is None else int(previous.info["rounds_done"])
-        state = ctx.train_further(
+        state = ctx.models.train_further(
             client,
             None if previous is None else previous.tensors,
             epochs=self.config.local_epochs,

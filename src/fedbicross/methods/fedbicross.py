@@ -215,9 +215,9 @@ class FedBiCross(Method[FedBiCrossConfig]):
         if config.clustering == "parameters":
             found = clustering.kmeans_parameters(states, k, seed)
         elif config.clustering == "hierarchical":
-            found = clustering.hierarchical_updates(states, k=k)
+            found = clustering.hierarchical_updates(states, k)
         elif config.clustering == "pacfl":
-            found = clustering.pacfl(signatures, k=k)
+            found = clustering.pacfl(signatures, k)
         else:
             found = clustering.cluster(features, k, seed)
         for warning in found.warnings:

@@ -1,15 +1,15 @@
 """What sticks out among uploads that have passed the door, and what becomes of it.
 
 A careless or hostile member can send what no check of one file finds: a network that is a hundred times as sure as all
-others, statistics of another world, weights that nobody trained, a claim of most images on earth. Every rule compares a
-site with its peers (`steps.outliers`) and has a limit that honest federations, however skewed, do not come near:
-docs/how-to/threat-model.md has both tables. What no rule acts on is used exactly as it came.
+others, statistics unlike everybody else's, weights that were never trained, a claim of far too many images. Every rule
+compares a site with its peers (`steps.outliers`) and has a limit that honest federations, however skewed, do not come
+near: docs/how-to/threat-model.md has both tables. What no rule acts on is used exactly as it came.
 
 - **left out** of the fusion: layers or statistics of another size, weights that do not come from the common start, more
   images claimed than the network can have seen, or ten thousand times those of others. Never half of all sites.
 - **limited**: a last layer somewhat larger than those of others is brought to their size; a site that claims far more
-  images than others counts for less; one that contradicts its peers about classes that it shares with them is hardly
-  heard where somebody else knows the class.
+  images than others counts for less; one that contradicts its peers about classes that it shares with them counts for
+  little in the classes that others know.
 
 All that is read here are uploads; the operator reads the notes, and may trust a site by name.
 """
@@ -41,7 +41,7 @@ MOST_IMAGES = 100.0  # the same by class, from which on they count for no more
 MOST_SEEN = 10.0  # images claimed, over those in all batches that the network counted
 LEAST_AGREEMENT = -0.2  # with peers about shared classes; honest sites stay above -0.1
 SHARED, KNOWN = 3, 5  # classes that make agreement worth a word, and images that make a class known
-UNHEARD = 0.01  # of its images that count of a site that contradicts the others
+UNHEARD = 0.01  # share of its images that still count, of a site that contradicts the others
 PROBES = 64
 
 

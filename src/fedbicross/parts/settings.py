@@ -27,6 +27,23 @@ class InversionConfig(MethodConfig):
     )
 
 
+class PoolConfig(InversionConfig):
+    """A pool of images that were inverted from networks, and a student that learns from them."""
+
+    pool: int = Field(25, ge=1, description="synthesised batches in all, the same number from every client, at least 1")
+    batch: int = Field(256, ge=2, description="images in a batch, of the synthesis and of the student")
+    storage: Literal["fp32", "bf16"] = Field("bf16", description="how the pool keeps images, on the device")
+    steps_distil: int = Field(6000, ge=1, description="of the student")
+    lr: float = Field(0.05, gt=0, description="of the student's SGD")
+    schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
+    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
+    turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
+    zoom: bool = Field(True, description="random zoom and shift of the pool's images")
+    cutmix: int = Field(2, ge=0, description="one image in so many gets a piece of another one; 0: none")
+    reuse: int = Field(4, ge=1, description="how often an augmented image is learnt from before new ones are made")
+
+
 class SynthesisConfig(InversionConfig):
     """Synthesis from several networks at once, teachers, and the student's optimiser; the papers' values."""
 

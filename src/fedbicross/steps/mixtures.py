@@ -131,23 +131,6 @@ def sample(mixture: FeatureMixture, covariance: Covariance, count: int, generato
     return means[chosen] + z
 
 
-def log_density(x: Tensor, mixture: FeatureMixture, covariance: Covariance) -> Tensor:
-    """log p(x) of features [n,D] under the mixture of one class, in float64."""
-    means, weights = mixture.means.double(), mixture.weights.double()
-    width = means.shape[1]
-    scales = mixture.scales.double()
-    centred = x.double()[:, None] - means  # [n,K,D]
-    if covariance == "full":
-        lower = _triangles(scales, width)
-        z = torch.linalg.solve_triangular(lower, centred.permute(1, 2, 0), upper=False).permute(2, 0, 1)
-        log_scale = lower.diagonal(dim1=1, dim2=2).log().sum(1)
-    else:
-        spread = scales if covariance == "diag" else scales[:, None].expand(-1, width)
-        z, log_scale = centred / spread, spread.log().sum(1)
-    constant = 0.5 * width * float(np.log(2 * np.pi))
-    return torch.logsumexp(weights.log() - log_scale - constant - 0.5 * z.square().sum(-1), dim=1)
-
-
 def sampling_flops(covariance: Covariance, width: int) -> int:
     """Operations for one feature: a product and a sum per number, or a triangular product and a sum."""
     return 2 * width if covariance != "full" else width * (width + 1) + width

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbicross import bundle, runs, transport
+from fedbicross.cli import completion
 from fedbicross.cli.common import FEDERATION, JsonOption, check_new, keygen, print_table, read_public, write_new
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError
@@ -32,8 +33,10 @@ def init(
     run_id: Annotated[str | None, typer.Option(help="name of this run (default: a random one)")] = None,
     image_size: Annotated[int, typer.Option(help="pixels per side")] = 28,
     channels: Annotated[int, typer.Option(help="1: grey, 3: RGB")] = 3,
-    model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
-    method: Annotated[str, typer.Option(help="name or name:variant")] = "fedbicross",
+    model: Annotated[
+        str | None, typer.Option(help="architecture (default resnet18)", autocompletion=completion.models)
+    ] = None,
+    method: Annotated[str, typer.Option(help="name or name:variant", autocompletion=completion.methods)] = "fedbicross",
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
     seed: Annotated[int, typer.Option(help="of every random stream")] = 0,
     quorum: Annotated[int | None, typer.Option(help="uploads that the server waits for (default: all)")] = None,

@@ -81,7 +81,8 @@ def init(
     print(f"fingerprint: {federation.fingerprint}")
     for name, text in sites.items():
         print(f"  {name}: {bundle.keys.fingerprint(text)}")
-    print("Give this file to every site; each compares the fingerprint with you by telephone before it trains.")
+    where = "Give this file to every site" if post is None else f"It is in {post}, too, for every site"
+    print(f"{where}; each compares the fingerprint with you by telephone before it trains.")
 
 
 def _sites(given: list[str], post: Path | None) -> dict[str, str]:

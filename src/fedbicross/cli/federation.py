@@ -47,6 +47,8 @@ def init(
     json: JsonOption = False,
 ) -> None:
     """Write federation.toml, to be given to every site."""
+    if post is not None:
+        transport.post.Post(post).require()
     sites = _sites(client or [], post)
     key = _server_key(post) if server is None else read_public(server)
     values: dict[str, Any] = {key: runs.config.QUICK[key] for key in ("model", "training")} if quick else {}

@@ -22,6 +22,7 @@ include_patterns = ["docs/**.md", "C*.md", "SECURITY.md", "configs/README.md", "
 exclude_patterns = [".venv", "data", "runs", "site"]  # large folders that need not be searched for pages
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath"]
+smartquotes_action = "qe"  # not dashes: `--set` stays what one types
 myst_heading_anchors = 4  # GitHub's own
 
 autodoc_member_order = "bysource"

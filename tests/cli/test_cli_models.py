@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from cli.console import CONFIG, call, config_file
-from data.scans import dicom
+from data.scans import dicom, nifti
 from fedbicross.context import Context
 from fedbicross.data import load_dataset
+from fedbicross.data.pictures import Reader
 from fedbicross.deploy import run_models
 from fedbicross.deploy.folder import load_model
 from fedbicross.messages import Predictor
@@ -79,6 +80,22 @@ def test_predictions_of_a_run_s_model(run: Path, images: Path, tmp_path: Path) -
     rows = list(csv.DictReader((tmp_path / "raw.csv").read_text().splitlines()))
     found = np.array([[float(row[name]) for name in model.task.classes] for row in rows])
     assert np.allclose(found, replace(model, temperature=1.0).probabilities(pixels), atol=2e-6)
+
+
+def test_a_volume_is_answered_slice_by_slice(run: Path, images: Path, tmp_path: Path) -> None:
+    client = json.loads((run / "partition.json").read_text())["partitions"]["0"]["clients"][0]
+    volume = nifti(tmp_path / "scan.nii.gz", np.random.default_rng(0).normal(100, 20, (16, 16, 12)).astype(np.float32))
+    png = next(path for path in images.iterdir() if path.suffix == ".png")
+    outcome = call("predict", png, volume, "--model", run, "--method", "fedavg", "--client", client, "--raw")
+    assert outcome.code == 0, outcome.err
+    rows = list(csv.DictReader(outcome.out.splitlines()))
+    slices = [header.slice for header in Reader().look(volume)]
+    assert len(slices) == 3
+    assert [row["image"] for row in rows] == [str(png), *(f"{volume} (slice {index})" for index in slices)]
+    model = replace(expected(run, "fedavg", client), temperature=1.0)
+    pixels = read_files([png, *((volume, index) for index in slices)], model.task)
+    found = np.array([[float(row[name]) for name in model.task.classes] for row in rows])
+    assert np.allclose(found, model.probabilities(pixels), atol=2e-6)
 
 
 def test_a_file_of_a_run_is_no_stranger_s_link(run: Path, images: Path) -> None:

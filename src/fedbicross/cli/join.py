@@ -55,6 +55,7 @@ def join(
 ) -> None:
     """A site's whole way: give the same command again at every turn; it does what can be done and says what is next."""
     travel = transport.post.Post(post)
+    travel.require()
     who = name or _only_key()
     _make_key(travel, who)
     agreed = _agree(travel, fingerprint)

@@ -50,6 +50,7 @@ from fedbicross.settings import as_toml, parse, parse_toml, read_json
 SCHEMA = 1
 BASELINES = ("majority", "ensemble")  # and every way of training alone
 FAST_CPU = 1e11  # operations a second: more than most processors reach in training
+MOST_CLASSES = 12  # named at the start of a run
 PATIENCE = 3600.0  # seconds on such a one from which a person is warned
 
 
@@ -234,7 +235,8 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
     set_precision(prepared.precision)
     progress = watched = RememberLast(progress)
     try:
-        for warning in _patience(prepared):
+        progress.say(_read(prepared))
+        for warning in (*prepared.warnings, *_patience(prepared)):
             progress.say(f"warning: {warning}")
         rows: list[dict[str, Any]] = []
         summary = _header(prepared)
@@ -254,6 +256,15 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
         ) from None
     finally:
         torch.set_num_threads(threads)
+
+
+def _read(prepared: Prepared) -> str:
+    """What was read, so that classes that are none are seen before anything is trained."""
+    dataset = prepared.dataset
+    names = ", ".join(dataset.classes[:MOST_CLASSES]) + (", …" if len(dataset.classes) > MOST_CLASSES else "")
+    images = f"{len(dataset.train):,} images to train on and {len(dataset.test):,} to test on"
+    about = f" ({dataset.note})" if dataset.note and prepared.config.data.name not in DATASETS else ""
+    return f"data: {dataset.name}, {images}, {len(dataset.classes)} classes: {names}{about}"
 
 
 def _patience(prepared: Prepared) -> list[str]:

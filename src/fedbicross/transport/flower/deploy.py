@@ -135,8 +135,8 @@ def lock_app(home: Path) -> None:
 
 
 def lock_is_void() -> bool:
-    """File permissions do not bind root."""
-    return os.geteuid() == 0
+    """File permissions do not bind root, and no folder of Windows."""
+    return not hasattr(os, "geteuid") or os.geteuid() == 0
 
 
 def _only_our_app(apps: Path) -> bool:

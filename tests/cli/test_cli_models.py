@@ -106,14 +106,14 @@ def test_which_model_is_asked_for(run: Path, images: Path, tmp_path: Path) -> No
     ):
         outcome = call(*base, *words)
         assert f"error[{code}]" in outcome.err and said in outcome.err, outcome.err
-    for name in ("config.toml", "partition.json"):
+    for name in ("config.toml", "partition.json", "SHA256SUMS"):
         shutil.copy(run / name, tmp_path / name)
     assert "error[no_models]" in call("predict", images, "--model", tmp_path).err
     (tmp_path / "models" / "seed-0" / "fedavg").mkdir(parents=True)
     words = ("--method", "fedavg", "--client", "client-0")
     assert "error[no_models]" in call("predict", images, "--model", tmp_path, *words).err
     for broken in ("{}", "[", '{"partitions": [1]}', '{"partitions": {"x": {"clients": []}}}'):
-        (tmp_path / "partition.json").write_text(broken)
+        DiskStore(tmp_path).write("partition.json", broken.encode())
         assert "error[not_a_run]" in call("predict", images, "--model", tmp_path, *words).err
 
 

@@ -74,7 +74,8 @@ def silent(line: str) -> None:
 
 def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Ready) -> None:
     with deploy.listen("127.0.0.1", 0) as listener:
-        link, gate = deploy.superlink(ready.server, ready.folder / "certificates", listener, 7 << 20, silent)
+        link, beside = deploy.superlink(ready.server, ready.folder / "certificates", listener, 7 << 20, silent)
+        gate, runs = beside.values()
         assert gate.inherits == (listener.fileno(),)
         assert gate.command[gate.command.index("--listener") + 1] == str(listener.fileno())
     assert link.command[link.command.index("--host") + 1] == "127.0.0.1"
@@ -87,7 +88,9 @@ def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Re
         assert flag in link.command
     assert "--insecure" not in link.command
     assert gate.command[gate.command.index("--node-bytes") + 1] == str(7 << 20)
-    for start in (link, gate):
+    assert "--insecure" not in runs.command
+    assert runs.environment["FEDBICROSS_FLOWER_SERVER"] == str(ready.folder / "work/server.toml")
+    for start in (link, gate, runs):
         assert start.environment["FLWR_TELEMETRY_ENABLED"] == "0"
         assert start.environment["FLWR_DISABLE_UPDATE_CHECK"] == "1"
         assert start.environment["FLWR_HOME"].startswith(str(ready.folder))

@@ -68,7 +68,7 @@ def test_a_gate_that_is_killed_comes_back_and_all_end_together(tmp_path: Path) -
         os.kill(os.getpid(), signal.SIGTERM)
 
     acting = beside(kill_twice_and_end)
-    supervise.stay(process(tmp_path, "link"), process(tmp_path, "gate"), said.append)
+    supervise.stay(process(tmp_path, "link"), {"the gate": process(tmp_path, "gate")}, said.append)
     acting.join()
     assert said == ["the gate ended by signal 9; it is started again"] * 2
     assert not alive(number(tmp_path, "gate", 2))
@@ -78,17 +78,21 @@ def test_a_gate_that_is_killed_comes_back_and_all_end_together(tmp_path: Path) -
 
 def test_a_superlink_that_ends_by_itself_is_an_error_and_the_gate_goes_too(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="ended with 7") as caught:
-        supervise.stay(process(tmp_path, "link", 2.0, 7), process(tmp_path, "gate"), lambda line: None)
+        supervise.stay(process(tmp_path, "link", 2.0, 7), {"the gate": process(tmp_path, "gate")}, lambda line: None)
     assert caught.value.code == "superlink"
     for index, _ in enumerate(tmp_path.glob("gate-*")):
         assert not alive(number(tmp_path, "gate", index))
 
 
-def test_a_gate_that_never_stands_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_LOOK", 0.01)
-    with pytest.raises(RunError, match="6 times in a row, the last time with 3") as caught:
-        supervise.stay(process(tmp_path, "link"), process(tmp_path, "gate", 0.0, 3), lambda line: None)
-    assert caught.value.code == "gate"
+def test_a_process_that_never_stays_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_PATIENCE", 1.0)
+    monkeypatch.setattr(supervise, "_LONGEST", 0.05)
+    with pytest.raises(RunError, match="the gate does not stay; the last time it ended with 3") as caught:
+        gate = {"the gate": process(tmp_path, "gate", 0.0, 3)}
+        supervise.stay(process(tmp_path, "link"), gate, lambda line: None)
+    assert caught.value.code == "not_steady"
+    assert len(list(tmp_path.glob("gate-*"))) > 1
+    assert not alive(number(tmp_path, "link", 0))
 
 
 def test_a_program_ends_with_its_parent(tmp_path: Path) -> None:

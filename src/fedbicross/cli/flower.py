@@ -62,9 +62,9 @@ def up(
     """At the server: start the SuperLink behind a gate that lets only nodes in, and stay; Ctrl-C ends it."""
     settings = flower.settings.server_settings(federation=federation, key=key, work=work, device=device)
     with flower.deploy.listen(host, port) as listener:
-        link, gate = flower.deploy.superlink(settings, certificates, listener, node_megabytes << 20, _say)
+        link, beside = flower.deploy.superlink(settings, certificates, listener, node_megabytes << 20, _say)
         flower.deploy.compact(work)
-        flower.supervise.stay(link, gate, _say)
+        flower.supervise.stay(link, beside, _say)
 
 
 @app.command()

@@ -45,6 +45,7 @@ from fedbicross.transport.work import make_private
 
 CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration
 DATABASE = "state.db"  # of the SuperLink, in its home
+_QUICK = 256 << 20  # bytes that a disk writes in a moment
 _LOST_RUNS = 3  # how often a run that Flower itself lost is begun again by one command
 _PATIENCE = 600.0  # seconds for which a SuperLink that does not answer is asked again
 _QUIET = {
@@ -77,10 +78,11 @@ def superlink(
     listener: socket.socket,
     node_bytes: int,
     say: Callable[[str], None],
-) -> tuple[Start, Start]:
-    """The server's two processes: the SuperLink, on the loopback only, and the gate before it, at ``listener``.
+) -> tuple[Start, dict[str, Start]]:
+    """The server's processes: the SuperLink, on the loopback only; beside it the gate at ``listener``, and what starts
+    runs, which the SuperLink itself would not miss once it is gone.
 
-    TLS on both, only registered nodes, state on disk, nothing fetched.
+    TLS on all, only registered nodes, state on disk, nothing fetched.
     """
     load_federation(places.federation_file)
     places.load_key()  # now rather than after days of waiting
@@ -99,6 +101,11 @@ def superlink(
         "--enable-supernode-auth",
         *("--ssl-certfile", certificate, "--ssl-keyfile", key, "--ssl-ca-certfile", authority),
         "--disable-runtime-dependency-installation",
+        *("--isolation", "process"),
+    ]
+    runs = [
+        *_python("program", WITH_PARENT, _program("flower-superexec")),
+        *("--runtime-api-address", f"127.0.0.1:{inner}", "--root-certificates", authority),
     ]
     gate = [
         *_python("gate", "--superlink", f"https://127.0.0.1:{inner}", "--authority", authority),
@@ -106,7 +113,11 @@ def superlink(
         *("--listener", str(listener.fileno()), "--node-bytes", str(node_bytes)),
     ]
     variables = environment(home)
-    return Start(link, {**variables, SERVER_FILE: str(settings)}), Start(gate, variables, (listener.fileno(),))
+    beside = {
+        "the gate": Start(gate, variables, (listener.fileno(),)),
+        "what starts runs": Start(runs, {**variables, SERVER_FILE: str(settings)}),
+    }
+    return Start(link, variables), beside
 
 
 def listen(host: str, port: int, patience: float = 15.0) -> socket.socket:
@@ -122,12 +133,16 @@ def listen(host: str, port: int, patience: float = 15.0) -> socket.socket:
 
 
 def compact(work: Path) -> None:
-    """Give back the disk that answers took in Flower's database. Not while somebody else is writing: then later."""
+    """Give back the disk that answers took in Flower's database, if that takes a moment and nobody else writes."""
     file = work.absolute() / "flower-home" / DATABASE
     if not file.is_file():
         return
     with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(sqlite3.connect(file, timeout=2)) as base:
-        base.execute("VACUUM")
+        pages, free, size = (
+            int(base.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count", "page_size")
+        )
+        if (pages - free) * size <= _QUICK:  # what is in use is written anew, and all of Flower's calls wait for it
+            base.execute("VACUUM")
         base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

@@ -62,7 +62,7 @@ class Limits:
     silence_seconds: float = 30.0  # between two pieces of a body
     body_seconds: float = 600.0  # for a whole body: 5 MB over the slowest line
     body_bytes: int = 16 << 20  # Flower cuts what is larger into pieces of 5 MB
-    bodies_bytes: int = 128 << 20  # of all bodies here; who has been silent longest gives way
+    bodies_bytes: int = 64 << 20  # of all bodies here; who has been silent longest gives way
     node_bytes: int = 256 << 20  # that one node brings in one run, before any of it is looked at
 
 

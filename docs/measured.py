@@ -565,7 +565,7 @@ def _rules() -> str:
         (
             f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes",
             f"under {d.LEAST_AGREEMENT:g}",
-            f"counts for {d.UNHEARD:g} of its images where others know a class",
+            "left out",
         ),
     ]
     return table(("what is compared", "limit", "beyond it"), rows)

@@ -23,6 +23,7 @@ from fedbicross.messages import Predictor
 from fedbicross.parts.calibration import calibrate
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig
+from fedbicross.runs.store import DiskStore
 from fedbicross.settings import read_toml
 from fedbicross.transport.site_data import read_files
 
@@ -123,14 +124,14 @@ def test_which_model_is_asked_for(run: Path, images: Path, tmp_path: Path) -> No
     ):
         outcome = call(*base, *words)
         assert f"error[{code}]" in outcome.err and said in outcome.err, outcome.err
-    for name in ("config.toml", "partition.json"):
+    for name in ("config.toml", "partition.json", "SHA256SUMS"):
         shutil.copy(run / name, tmp_path / name)
     assert "error[no_models]" in call("predict", images, "--model", tmp_path).err
     (tmp_path / "models" / "seed-0" / "fedavg").mkdir(parents=True)
     words = ("--method", "fedavg", "--client", "client-0")
     assert "error[no_models]" in call("predict", images, "--model", tmp_path, *words).err
     for broken in ("{}", "[", '{"partitions": [1]}', '{"partitions": {"x": {"clients": []}}}'):
-        (tmp_path / "partition.json").write_text(broken)
+        DiskStore(tmp_path).write("partition.json", broken.encode())
         assert "error[not_a_run]" in call("predict", images, "--model", tmp_path, *words).err
 
 
@@ -180,16 +181,39 @@ def run_npz(folder: Path) -> Path:
 
 def test_without_its_data_a_model_is_used_uncalibrated(run: Path, images: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
-    text = (moved / "config.toml").read_text()
-    (moved / "config.toml").write_text(text.replace('name = "cells"', 'name = "nowhere/at/all"'))
+    text, store = (moved / "config.toml").read_text(), DiskStore(moved)
+    store.write("config.toml", text.replace('name = "cells"', 'name = "nowhere/at/all"').encode())
     words = ("--method", "fedavg", "--client", "client-0")
     outcome = call("predict", images, "--model", moved, *words)
     assert outcome.code == 0 and "note: the probabilities are not calibrated: " in outcome.err
-    (moved / "config.toml").write_text(text.replace("train_size = 300", "train_size = 200"))
+    store.write("config.toml", text.replace("train_size = 300", "train_size = 200").encode())
     assert "not those that" in call("predict", images, "--model", moved, *words).err
     (moved / "results.json").unlink()
     outcome = call("export", moved, *words, "--out", tmp_path / "x")
     assert "error[no_results]" in outcome.err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "partition.json", "results.json", "models/seed-0/fedavg/client-0.safetensors"]
+)
+def test_a_run_that_was_edited_or_damaged_is_refused_by_name(
+    name: str, run: Path, images: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "run"))
+    whole = (other / name).read_bytes()
+    # Text stays readable, so that nothing but the digest can tell.
+    changed = whole.replace(b"0.", b"1.", 1) if not name.startswith("models") else whole[:-1] + bytes([whole[-1] ^ 1])
+    (other / name).unlink()
+    (other / name).write_bytes(changed)
+    assert changed != whole
+    words = (other, "--method", "fedavg", "--client", "client-0", "--out", tmp_path / "x")
+    outcome = call("export", *words)
+    assert f"error[damaged]: {name}" in outcome.err and outcome.code == 4 and not (tmp_path / "x").exists()
+    predicted = call("predict", images, "--model", other, "--method", "fedavg", "--client", "client-0")
+    assert predicted.code == (0 if name == "results.json" else 4)  # which it does not read
+    (other / name).write_bytes(whole)
+    (other / "SHA256SUMS").unlink()
+    assert "error[no_digests]" in call("export", *words).err
 
 
 def test_too_few_validation_images(finished: Path, images: Path) -> None:

@@ -275,6 +275,14 @@ def test_workers_of_one_machine(
     assert error.value.code == "workers_died"
 
 
+def test_what_one_worker_could_not_another_may_have_made(tmp_path: Path) -> None:
+    first, second, third = (cell.key for cell in make())
+    error = MethodError("broken", "it cannot")
+    one, other = work.Outcome([first], {second: error, third: error}, [], []), work.Outcome([second], {}, [], [third])
+    both = work._together([one, other], make(), tmp_path)
+    assert both.made == [first, second] and both.failed == {third: error} and both.left == []
+
+
 class Told(Silent):
     def __init__(self, said: list[str]) -> None:
         self.said = said
@@ -298,7 +306,7 @@ def test_workers_end_when_their_parent_is_killed(plain: tuple[list[Cell], Path],
         while not list(tmp_path.rglob("events.jsonl")) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
-    # The pipe that both workers inherited closes when they are gone: `with` has waited for it.
+        process.communicate(timeout=120)  # the pipe ends when the workers, who inherited it, are gone
     folders = [path.parent for path in tmp_path.rglob(".lock")]
     assert folders and not any(RunFolder(folder).held() for folder in folders)
     work.run(cells, tmp_path)
@@ -465,14 +473,20 @@ def test_the_lock_is_that_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_cells(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
+def test_two_machines_of_ray_share_the_cells(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
+    """Two nodes of one processor each, as two machines would be: one worker on each."""
+    ray, utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
     cells, out = plain
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    small = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = utils.Cluster(initialize_head=True, head_node_args=small)
+    cluster.add_node(**small)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     try:
+        assert [node["Resources"]["CPU"] for node in ray.nodes()] == [1.0, 1.0]
         outcome = work.run_on_ray(cells, tmp_path)
         assert sorted(outcome.made) == sorted(cell.key for cell in cells) and not outcome.failed
         assert work.run_on_ray(cells, tmp_path / "later", minutes=0).left == [cell.key for cell in cells]
     finally:
         ray.shutdown()
+        cluster.shutdown()
     assert rows(tmp_path) == rows(out)

@@ -61,7 +61,7 @@ def settings(name: str, spec: str, clients: int) -> dict[str, dict[str, Any]]:
 
 def _clusters(spec: str) -> int:
     """K of a variant of FedBiCross, before any other setting; one chosen from the uploads counts as the default."""
-    own, default = (create(name).config.clusters for name in (spec, "fedbicross"))  # type: ignore[attr-defined]
+    own, default = (create(name).config.clusters for name in (spec, "fedbicross"))
     return int(default if own == "auto" else own)
 
 

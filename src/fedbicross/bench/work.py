@@ -501,15 +501,12 @@ def _tell(outcome: Outcome, progress: Progress | None) -> None:
 
 
 def _together(outcomes: Sequence[Outcome], cells: Sequence[Cell], out: Path) -> Outcome:
-    """What all workers did; a cell that failed for one may have been left or made by another."""
-    failed = {key: error for outcome in outcomes for key, error in outcome.failed.items()}
-    left = {key for outcome in outcomes for key in outcome.left}
-    return Outcome(
-        [key for outcome in outcomes for key in outcome.made],
-        failed,
-        outcomes[0].unavailable,
-        [cell.key for cell in cells if cell.key in left and not _current(cell, out)],
-    )
+    """What all workers did; a cell that failed for one, or for which it had no time, may have been made by another."""
+    made = [key for outcome in outcomes for key in outcome.made]
+    failed = {key: error for outcome in outcomes for key, error in outcome.failed.items() if key not in made}
+    left = {key for outcome in outcomes for key in outcome.left} - set(failed)
+    still = [cell.key for cell in cells if cell.key in left and not _current(cell, out)]
+    return Outcome(made, failed, outcomes[0].unavailable, still)
 
 
 def _finished(ray: Any, waiting: list[Any]) -> Iterator[Outcome]:

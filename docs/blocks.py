@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from docs import measured, stored
+from docs import benched, measured, stored, studies
 from docs.parts import Row, link, load, table
 
 LESSER = ("worst client (matched) %", "harms", "seconds")  # the verdict says in words whom a method harms
@@ -444,6 +444,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "poison": measured.poison,
     "longer": measured.longer,
     "stages": measured.stages,
+    "bench": benched.overview,
+    "fedbicross-stages": studies.fedbicross_stages,
     "example": _example,
     "function": _function,
     "configs": stored.configs,

@@ -17,6 +17,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "methods on the plain and the fast path",
         "`python -m benchmarks.accuracy --set data.dir=DIR`",
     ),
+    "benchmarks/fedbicross-stages.json": (
+        "FedBiCross taken apart, stage by stage",
+        "`python -m benchmarks.fedbicross_stages --data-dir DIR`",
+    ),
     "benchmarks/at-once.json": ("trainings at once and in turn", "`python -m benchmarks.at_once`"),
     "benchmarks/cpu.json": ("speed of a processor", "`make bench`"),
     "benchmarks/gpu.json": (
@@ -75,9 +79,17 @@ def results(_: str, page: Path, root: Path) -> str:
         if file.suffix not in (".json", ".csv"):
             continue
         name = file.relative_to(root / "results").as_posix()
+        if name.startswith("bench/"):  # hundreds of cells, each with the command that makes it on their own page
+            continue
         found = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else {}
         what, command = SPECIAL.get(name) or _run(name, found, described, root)
         rows.append((f"[{name}]({link(file, page)})", what, command, _machine(found)))
+    cells = root / "results" / "bench" / "cells"
+    if cells.is_dir():
+        what = f"{len(list(cells.rglob('*.json'))):,} cells of `fedbicross bench`, one file each"
+        rows.append(
+            (f"[bench/cells/]({link(cells, page)})", what, "`fedbicross bench run SUITE --out results/bench`", "")
+        )
     return table(("file", "what", "made by", "on"), rows)
 
 

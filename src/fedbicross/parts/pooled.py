@@ -1,4 +1,4 @@
-"""One feature per image and one linear head for everyone, perhaps with a local prior: FedPFT and FedCGS."""
+"""One feature per image and one linear head for everyone, perhaps with a local prior: FedPFT, FedCGS, analytic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from fedbicross.messages import Client, Predictor, Reply
 from fedbicross.parts.features import MOST_IMAGES, check_encoder, check_tensors, describe, tokens, width
 from fedbicross.parts.settings import PooledConfig
 from fedbicross.steps.prior_shift import shift_prior
+from fedbicross.steps.sufficient_statistics import shortened
 
 
 def features(config: PooledConfig, client: Client, ctx: Context) -> Tensor:
-    """One feature per image, [n,D]."""
-    return tokens(config, client, ctx).mean(1)  # without windows there is one token
+    """One feature per image, [n,D], none longer than ``clip``."""
+    found = tokens(config, client, ctx).mean(1)  # without windows there is one token
+    return found if config.clip is None else shortened(found, config.clip)
 
 
 def gate_problem(config: PooledConfig) -> str:
@@ -51,6 +53,9 @@ def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, 
     elif gated:
         behind = reply.tensors["class_counts"]
         bias = shift_prior(bias, behind, torch.ones_like(behind), smoothing=0.0)
+    if config.clip is not None:  # what the head was not fitted to, it must not see
+        state = {"head.weight": weight, "head.bias": bias, "longest": torch.tensor(config.clip)}
+        return Predictor(ctx.task, ("clipped",), (state,), encoder=encoder)
     if not config.hierarchy:
         return Predictor(ctx.task, ("linear",), ({"head.weight": weight, "head.bias": bias},), encoder=encoder)
     # A query of zeros weighs all tokens alike: attention pooling is then their mean.

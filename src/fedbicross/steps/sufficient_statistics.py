@@ -5,6 +5,7 @@ Everything is in float64 and additive, so how images are dealt out to clients ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, assert_never
@@ -15,6 +16,7 @@ from torch import Tensor
 from fedbicross.errors import MethodError
 
 ABSENT = -1e30  # logit of a class that nobody has: finite, so that it can be stored and checked; its softmax is 0
+LEAST_VARIANCE = 1e-3  # of ridge scores about one-hot labels: logits stay within some thousands
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,18 @@ class Statistics:
     gram: Tensor
 
 
-class GaussianHead(NamedTuple):
+class LinearHead(NamedTuple):
     """Logits x·weightᵀ + bias, float64."""
 
     weight: Tensor  # [C,D]
     bias: Tensor  # [C]
+
+
+def shortened(features: Tensor, longest: float) -> Tensor:
+    """Features [n,D] of which none has a norm over ``longest``; directions stay. In float64."""
+    x = features.double()
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return x * (longest / norms.clamp_min(longest))
 
 
 def statistics(features: Tensor, labels: Tensor, classes: int) -> Statistics:
@@ -92,29 +101,86 @@ def gaussian_head(
     kind: Literal["total", "within"],
     ridge: float,
     prior: Literal["counts", "uniform"],
-) -> GaussianHead:
+    noise: float = 0.0,
+) -> LinearHead:
     """w_c = Σ⁻¹m_c, b_c = −½ m_cᵀΣ⁻¹m_c + log π_c, with Σ + ridge·(tr Σ/D)·I in place of Σ.
 
     Means are taken about the overall mean, which changes no posterior probability (the distance (x−m)ᵀΣ⁻¹(x−m) does
     not see a common shift) and keeps the numbers small. A class that nobody has gets weight 0 and probability 0.
+    ``noise`` is the size of the noise in Σ f fᵀ (``noise_size``), which is added to the diagonal as well.
     """
     present = given.counts > 0
     n = given.counts.sum()
     centre = given.class_sums.sum(0) / n
     means = given.class_sums / given.counts.clamp_min(1)[:, None] - centre
     sigma = covariance(given, kind)
-    width = len(sigma)
     spread = sigma.diagonal().mean()
     # Identical features everywhere: no direction tells anything, and any positive ridge gives the prior.
     jitter = ridge * spread if float(spread) > 0 else torch.ones_like(spread)
-    factor, failed = torch.linalg.cholesky_ex(sigma + jitter * torch.eye(width, dtype=sigma.dtype, device=sigma.device))
-    if bool(failed):
-        few = f"{int(n)} images and {width} features"
-        raise MethodError("singular", f"the covariance cannot be inverted ({few}); set a larger ridge")
-    weight = torch.cholesky_solve(means.T, factor).T
-    if not bool(torch.isfinite(weight).all()):
-        raise MethodError("overflow", "the added-up statistics are too large to compute with; is an encoder broken?")
+    if noise:
+        sigma, jitter = without_negative(sigma), jitter + noise / (n - 1).clamp_min(1)
+    weight = _solve(sigma, float(jitter), means.T, f"{int(n)} images").T
     share = given.counts / n if prior == "counts" else present.double() / present.sum()
     bias = -0.5 * (means * weight).sum(1) - weight @ centre + share.clamp_min(1e-300).log()
     weight = torch.where(present[:, None], weight, 0)
-    return GaussianHead(weight, torch.where(present, bias, ABSENT))
+    return LinearHead(weight, torch.where(present, bias, ABSENT))
+
+
+def ridge_head(given: Statistics, *, ridge: float, noise: float = 0.0) -> LinearHead:
+    """Least squares of one-hot labels on features with a free intercept, W = (S + λI)⁻¹T, as logits.
+
+    S = Σ (x−μ)(x−μ)ᵀ and T = Σ (x−μ)(y−ȳ)ᵀ follow from the sums; λ = ridge·tr S/D + ``noise``. Scores become logits by
+    one factor, one over their mean squared error, as if they lay about the one-hot vectors with that variance; which
+    class has the highest score stays.
+    """
+    present = given.counts > 0
+    n = given.counts.sum()
+    centre = given.class_sums.sum(0) / n
+    scatter = given.gram - n * torch.outer(centre, centre)
+    scatter = without_negative(scatter) if noise else scatter
+    cross = given.class_sums - torch.outer(given.counts, centre)  # Tᵀ [C,D]
+    spread = scatter.diagonal().mean()
+    penalty = ridge * float(spread) + noise if float(spread) > 0 else 1.0
+    weight = _solve(scatter, penalty, cross.T, f"{int(n)} images").T
+    bias = given.counts / n - weight @ centre
+    labels = n - (given.counts**2).sum() / n  # Σ ‖y−ȳ‖²
+    missed = labels - 2 * (weight * cross).sum() + ((weight @ scatter) * weight).sum()
+    # No worse than the mean of all labels; noise or a perfect fit could make it 0 or less.
+    variance = float((missed / (n * present.sum())).clamp(min=LEAST_VARIANCE, max=1.0))
+    weight = torch.where(present[:, None], weight / variance, 0)
+    return LinearHead(weight, torch.where(present, bias / variance, ABSENT))
+
+
+def without_negative(matrix: Tensor) -> Tensor:
+    """The nearest matrix without a negative eigenvalue: what noise has put below 0 cannot have been there."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp_min(0)) @ vectors.T
+
+
+def noise_size(scale: float, width: int) -> float:
+    """How far noise of σ = ``scale``, as in ``triangle_scales``, moves eigenvalues of [D,D], hardly ever more: σ√2D."""
+    return math.sqrt(2 * width) * scale
+
+
+def triangle_scales(width: int) -> Tensor:
+    """The noise of each entry of a packed triangle as a share of σ, [D(D+1)/2]: 1 on the diagonal, 1/√2 elsewhere.
+
+    With √2 on all others, the packed f fᵀ has the length ‖f‖², no more than without: half their noise power is saved.
+    """
+    rows, columns = torch.tril_indices(width, width)
+    return torch.where(rows == columns, 1.0, torch.tensor(0.5, dtype=torch.float64).sqrt())
+
+
+def _solve(matrix: Tensor, penalty: float, right: Tensor, what: str) -> Tensor:
+    """(matrix + penalty·I)⁻¹ right, by Cholesky's factors."""
+    width = len(matrix)
+    factor, failed = torch.linalg.cholesky_ex(
+        matrix + penalty * torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+    )
+    if bool(failed):
+        few = f"{what} and {width} features"
+        raise MethodError("singular", f"the covariance cannot be inverted ({few}); set a larger ridge")
+    found = torch.cholesky_solve(right, factor)
+    if not bool(torch.isfinite(found).all()):
+        raise MethodError("overflow", "the added-up statistics are too large to compute with; is an encoder broken?")
+    return found

@@ -56,7 +56,6 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     "fedcgs:private": {"epsilon": 100.0},
     "analytic": {"encoder": "tiny"},
     "analytic:private": {"epsilon": 100.0},
-    "analytic:private_lda": {"epsilon": 100.0},
     "fedlmg": {"images_per_class": 4, "steps": 3, "bn_steps": 1, "epochs": 2, "batch_synthesis": 12},
 }
 

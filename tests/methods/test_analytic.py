@@ -103,11 +103,23 @@ def test_what_every_client_gets_is_that_head_on_shortened_features() -> None:
         assert (found.argmax(1) == whole.labels).mean() > 0.9
 
 
-def test_windows_and_no_limit_on_length() -> None:
+def test_windows_fewer_features_and_no_limit_on_length() -> None:
     ctx, clients = tiny_context(), tiny_clients(2, per_client=40)
-    for settings in ({"hierarchy": True}, {"clip": 1e6}, {"hierarchy": True, "clip": None}, {"clip": None}):
+    for number, settings in enumerate(
+        (
+            {"hierarchy": True},
+            {"clip": 1e6},
+            {"hierarchy": True, "clip": None},
+            {"clip": None},
+            {"projection": 40},
+            {"projection": 40, "clip": None},
+            {"projection": 40, "hierarchy": True},
+            {"projection": 40, "hierarchy": True, "clip": None},
+            {"projection": 128},  # no fewer than there are
+        )
+    ):
         method = create("analytic", {"analytic": {**TINY["analytic"], **settings}})
-        model = simulate(method, clients, replace(ctx, scope=f"seed-0/{sorted(settings)}{settings.get('clip', 0)}"))
+        model = simulate(method, clients, replace(ctx, scope=f"seed-0/{number}"))
         answers = model["client-0"].probabilities(clients[1].images)
         assert (answers.argmax(1) == clients[1].labels).mean() > 0.9
 

@@ -74,7 +74,7 @@ def test_training_is_repeated_and_goes_on_after_a_kill(monkeypatch: pytest.Monke
     client = tiny_clients(1)[0]
     first, again = (context(epochs=4).local_model(client).state for _ in range(2))
     store = Mortal()
-    killed = survive(store, 1, lambda: replace(context(epochs=4), store=store).local_model(client).state)
+    killed = survive(store, 2, lambda: replace(context(epochs=4), store=store).local_model(client).state)
     other = replace(context(epochs=4), seed=1).local_model(client).state
     for name, value in first.items():
         assert torch.equal(value, again[name]) and torch.equal(value, killed[name])

@@ -30,7 +30,7 @@ def sample_rate(images: int, batch: int) -> float:
 
     It stands in the manifest, where the exact rate would tell the exact number of images.
     """
-    return min(1.0, 2.0 ** (math.ceil(2 * math.log2(batch / images)) / 2))
+    return min(1.0, math.sqrt(2.0) ** math.ceil(2 * math.log2(batch / images)))
 
 
 def steps_of_epoch(rate: float) -> int:
@@ -83,7 +83,7 @@ def clipped_sums(
     sums = [torch.zeros_like(value) for value in plain.values()]
     summed = torch.zeros((), device=inputs.device)
     at_once = max(1, NUMBERS_AT_ONCE // sum(value.numel() for value in plain.values()))
-    for x, y in zip(inputs.split(at_once), labels.split(at_once), strict=True) if len(labels) else ():
+    for x, y in zip(torch.split(inputs, at_once), torch.split(labels, at_once), strict=True) if len(labels) else ():
         found, losses = each(plain, x, y)
         gradients = [found[name] for name in plain]
         factors = _factors(gradients, longest)
@@ -96,7 +96,8 @@ def clipped_sums(
 def _factors(gradients: Sequence[Tensor], longest: float) -> Tensor:
     """By what each image's gradient is multiplied, [n], at most 1."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
-    return (longest / norms.clamp_min(longest)).to(gradients[0].dtype)
+    factors: Tensor = longest / norms.clamp_min(longest)
+    return factors.to(gradients[0].dtype)
 
 
 def noisy(sums: Sequence[Tensor], noise: Noise, scale: float, expected: float) -> list[Tensor]:

@@ -8,7 +8,7 @@ images, however they were dealt out. The sums are as FedCGS's; what differs is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import MomentsConfig
+
+if TYPE_CHECKING:
+    from fedbicross.steps.sufficient_statistics import LinearHead, Statistics
 
 
 class AnalyticConfig(MomentsConfig):
@@ -45,14 +48,12 @@ class Analytic(Method[AnalyticConfig]):
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network
     variants = {
         "lda": {"head": "lda"},
-        "private": {"epsilon": 1.0},
-        "private_lda": {"epsilon": 1.0, "head": "lda"},
+        "private": {"epsilon": 1.0, "projection": 256},
         "local_prior": {"head": "lda", "prior": "local"},
     }
     variant_notes = {
         "lda": "linear discriminant analysis: one Gaussian a class, one covariance within classes",
-        "private": "ε = 1 for every image of a client",
-        "private_lda": "the same with linear discriminant analysis",
+        "private": "ε = 1 for every image of a client, on 256 random directions of the features",
         "local_prior": "linear discriminant analysis under the client's own class frequencies",
     }
     quick_settings = {"encoder": "tiny"}
@@ -88,17 +89,14 @@ class Analytic(Method[AnalyticConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Add up, and solve."""
         config, encoder = self.config, parts.features.same_encoder(uploads)
-        total, noise = parts.moments.total(config, uploads, ctx)
-        if config.head == "ridge":
-            head = steps.sufficient_statistics.ridge_head(total, ridge=config.ridge, noise=noise)
-        else:
-            head = steps.sufficient_statistics.gaussian_head(
-                total, kind="within", ridge=config.ridge, prior="counts", noise=noise
-            )
-        width = total.class_sums.shape[1]
-        ctx.record.flops += round(width**3 / 3) + 2 * width**2 * len(total.counts)
+        head, total = parts.moments.head(config, uploads, ctx, self._solve)
         reply = parts.pooled.reply(config, head.weight, head.bias, total.counts, encoder, self.gated)
         return [reply for _ in uploads]
+
+    def _solve(self, total: Statistics) -> LinearHead:
+        if self.config.head == "ridge":
+            return steps.sufficient_statistics.ridge_head(total, ridge=self.config.ridge)
+        return steps.sufficient_statistics.gaussian_head(total, kind="within", ridge=self.config.ridge, prior="counts")
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The head as it is, or under the client's own class frequencies."""

@@ -8,7 +8,7 @@ paper: docs/methods/fedcgs.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
 from fedbicross.parts.settings import MomentsConfig
+
+if TYPE_CHECKING:
+    from fedbicross.steps.sufficient_statistics import LinearHead, Statistics
 
 
 class FedCGSConfig(MomentsConfig):
@@ -41,7 +44,7 @@ class FedCGS(Method[FedCGSConfig]):
         "within": {"covariance": "within"},
         "local_prior": {"prior": "local"},
         "hierarchy": {"hierarchy": True},
-        "private": {"epsilon": 1.0, "clip": 1.0},
+        "private": {"epsilon": 1.0, "clip": 1.0, "projection": 256},
     }
     variant_notes = {
         "within": "covariance within classes, as in linear discriminant analysis",
@@ -82,14 +85,15 @@ class FedCGS(Method[FedCGSConfig]):
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Add up, estimate mean and covariance, write down the classifier."""
         config, encoder = self.config, parts.features.same_encoder(uploads)
-        total, noise = parts.moments.total(config, uploads, ctx)
-        head = steps.sufficient_statistics.gaussian_head(
-            total, kind=config.covariance, ridge=config.ridge, prior="counts", noise=noise
-        )
-        width = total.class_sums.shape[1]
-        ctx.record.flops += round(width**3 / 3) + 2 * width**2 * len(total.counts)
+        head, total = parts.moments.head(config, uploads, ctx, self._solve)
         reply = parts.pooled.reply(self.config, head.weight, head.bias, total.counts, encoder, self.gated)
         return [reply for _ in uploads]
+
+    def _solve(self, total: Statistics) -> LinearHead:
+        config = self.config
+        return steps.sufficient_statistics.gaussian_head(
+            total, kind=config.covariance, ridge=config.ridge, prior="counts"
+        )
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The head as it is, or under the client's own class frequencies."""

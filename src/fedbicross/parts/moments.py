@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,13 +13,15 @@ from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Upload
 from fedbicross.parts import features as check
 from fedbicross.parts import pooled, private
-from fedbicross.parts.settings import PooledConfig
+from fedbicross.parts.settings import MomentsConfig, PooledConfig
 from fedbicross.privacy.gaussian import noise_for
 from fedbicross.steps import sufficient_statistics as steps
-from fedbicross.steps.sufficient_statistics import Statistics
+from fedbicross.steps.sufficient_statistics import LinearHead, Statistics
 
-# Shares of a private release. The gram matrix has by far the most numbers; counts are few and only need their size.
-COUNTS, SUMS, GRAM = 0.04, 0.32, 0.64
+Solve = Callable[[Statistics], LinearHead]
+
+# Shares of a private release. Class means tell classes apart even where little is left of the gram matrix in the noise.
+COUNTS, SUMS, GRAM = 0.04, 0.64, 0.32
 
 
 def upload(config: PooledConfig, client: Client, ctx: Context) -> Upload:
@@ -93,6 +95,16 @@ def statistics(upload: Upload) -> Statistics:
     sums = upload.tensors["class_sums"]
     counts = torch.tensor(list(upload.class_counts or ()), dtype=torch.float64)
     return Statistics(counts, sums, steps.unpack_triangle(upload.tensors["gram"], sums.shape[1]))
+
+
+def head(config: MomentsConfig, uploads: Sequence[Upload], ctx: Context, exact: Solve) -> tuple[LinearHead, Statistics]:
+    """The head and the sums behind it: by ``exact``, or where the sums are noisy by `steps.noisy_head`."""
+    found, noise = total(config, uploads, ctx)
+    width = found.class_sums.shape[1]
+    ctx.record.flops += round(width**3 / 3) + 2 * width**2 * len(found.counts)
+    if noise:
+        return steps.noisy_head(found, ridge=config.ridge, noise=noise), found
+    return exact(found), found
 
 
 def total(config: PooledConfig, uploads: Sequence[Upload], ctx: Context) -> tuple[Statistics, float]:

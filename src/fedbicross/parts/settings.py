@@ -241,6 +241,12 @@ class PooledConfig(EncoderConfig):
     clip: float | None = Field(
         None, gt=0, le=1e6, description="longest feature; a longer one is shortened to it; none: as they are (papers)"
     )
+    projection: int | None = Field(
+        None,
+        ge=1,
+        le=65_536,
+        description="features are first projected to so many random directions, where they are more; none: as they are",
+    )
     epsilon: float | None = Field(
         None, gt=0, le=100, description="ε of differential privacy for what leaves a client; none: none of it (ours)"
     )

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedbicross.errors import MethodError
 
 ABSENT = -1e30  # logit of a class that nobody has: finite, so that it can be stored and checked; its softmax is 0
+NOISE_SHARE = 0.3  # of the noise's size that is added to λ: chosen on training images of chest X-rays (docs)
+LEAST_WITHIN = 0.05  # variance of a score within classes, as a share of its whole: noise could leave less, or none
 LEAST_VARIANCE = 1e-3  # of ridge scores about one-hot labels: logits stay within some thousands
 
 
@@ -38,8 +41,13 @@ class LinearHead(NamedTuple):
 def shortened(features: Tensor, longest: float) -> Tensor:
     """Features [n,D] of which none has a norm over ``longest``; directions stay. In float64."""
     x = features.double()
-    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    return x * (longest / norms.clamp_min(longest))
+    return x * (longest / x.norm(dim=1, keepdim=True).clamp_min(longest))
+
+
+def signs(width: int, inputs: int) -> Tensor:
+    """A matrix [width, inputs] of ±1/√width that keeps lengths on average (Achlioptas 2003): everywhere the same."""
+    drawn = np.random.default_rng(0).integers(0, 2, (width, inputs))  # no site's data, so that it costs no privacy
+    return torch.from_numpy(2.0 * drawn - 1) / math.sqrt(width)
 
 
 def statistics(features: Tensor, labels: Tensor, classes: int) -> Statistics:
@@ -101,13 +109,11 @@ def gaussian_head(
     kind: Literal["total", "within"],
     ridge: float,
     prior: Literal["counts", "uniform"],
-    noise: float = 0.0,
 ) -> LinearHead:
     """w_c = Σ⁻¹m_c, b_c = −½ m_cᵀΣ⁻¹m_c + log π_c, with Σ + ridge·(tr Σ/D)·I in place of Σ.
 
     Means are taken about the overall mean, which changes no posterior probability (the distance (x−m)ᵀΣ⁻¹(x−m) does
     not see a common shift) and keeps the numbers small. A class that nobody has gets weight 0 and probability 0.
-    ``noise`` is the size of the noise in Σ f fᵀ (``noise_size``), which is added to the diagonal as well.
     """
     present = given.counts > 0
     n = given.counts.sum()
@@ -117,8 +123,6 @@ def gaussian_head(
     spread = sigma.diagonal().mean()
     # Identical features everywhere: no direction tells anything, and any positive ridge gives the prior.
     jitter = ridge * spread if float(spread) > 0 else torch.ones_like(spread)
-    if noise:
-        sigma, jitter = without_negative(sigma), jitter + noise / (n - 1).clamp_min(1)
     weight = _solve(sigma, float(jitter), means.T, f"{int(n)} images").T
     share = given.counts / n if prior == "counts" else present.double() / present.sum()
     bias = -0.5 * (means * weight).sum(1) - weight @ centre + share.clamp_min(1e-300).log()
@@ -126,21 +130,20 @@ def gaussian_head(
     return LinearHead(weight, torch.where(present, bias, ABSENT))
 
 
-def ridge_head(given: Statistics, *, ridge: float, noise: float = 0.0) -> LinearHead:
+def ridge_head(given: Statistics, *, ridge: float) -> LinearHead:
     """Least squares of one-hot labels on features with a free intercept, W = (S + λI)⁻¹T, as logits.
 
-    S = Σ (x−μ)(x−μ)ᵀ and T = Σ (x−μ)(y−ȳ)ᵀ follow from the sums; λ = ridge·tr S/D + ``noise``. Scores become logits by
-    one factor, one over their mean squared error, as if they lay about the one-hot vectors with that variance; which
-    class has the highest score stays.
+    S = Σ (x−μ)(x−μ)ᵀ and T = Σ (x−μ)(y−ȳ)ᵀ follow from the sums; λ = ridge·tr S/D. Scores become logits by one factor,
+    one over their mean squared error, as if they lay about the one-hot vectors with that variance; which class has the
+    highest score stays.
     """
     present = given.counts > 0
     n = given.counts.sum()
     centre = given.class_sums.sum(0) / n
     scatter = given.gram - n * torch.outer(centre, centre)
-    scatter = without_negative(scatter) if noise else scatter
     cross = given.class_sums - torch.outer(given.counts, centre)  # Tᵀ [C,D]
     spread = scatter.diagonal().mean()
-    penalty = ridge * float(spread) + noise if float(spread) > 0 else 1.0
+    penalty = ridge * float(spread) if float(spread) > 0 else 1.0
     weight = _solve(scatter, penalty, cross.T, f"{int(n)} images").T
     bias = given.counts / n - weight @ centre
     labels = n - (given.counts**2).sum() / n  # Σ ‖y−ȳ‖²
@@ -151,10 +154,34 @@ def ridge_head(given: Statistics, *, ridge: float, noise: float = 0.0) -> Linear
     return LinearHead(weight, torch.where(present, bias / variance, ABSENT))
 
 
-def without_negative(matrix: Tensor) -> Tensor:
-    """The nearest matrix without a negative eigenvalue: what noise has put below 0 cannot have been there."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0)) @ vectors.T
+def noisy_head(given: Statistics, *, ridge: float, noise: float) -> LinearHead:
+    """The head from sums behind noise of the size ``noise`` in Σ f fᵀ (``noise_size``).
+
+    Scores by ridge regression, with what noise has put below 0 taken out of S and λ raised by a share of the noise.
+    Such a λ shrinks scores until the larger class wins everywhere, so that they are not used as they are: a Gaussian
+    classifier on the C scores of an image, from their class means and their covariance within classes, puts them back
+    to scale. Without noise and ridge it is linear discriminant analysis (Hastie et al., The Elements of Statistical
+    Learning, 4.3 and 12.5).
+    """
+    present = given.counts > 0
+    counts, n = given.counts[present], given.counts.sum()
+    centre = given.class_sums[present].sum(0) / n
+    values, vectors = torch.linalg.eigh(given.gram - n * torch.outer(centre, centre))
+    values = values.clamp_min(0)
+    cross = given.class_sums[present] - torch.outer(counts, centre)
+    penalty = ridge * float(values.mean()) + NOISE_SHARE * noise
+    scores = (cross @ vectors / (values + max(penalty, 1e-300))) @ vectors.T  # [C,D]
+    means = (cross / counts[:, None]) @ scores.T  # class by class the mean scores, [C,C]
+    turned = scores @ vectors
+    total = (turned * values) @ turned.T / n
+    spreads, axes = torch.linalg.eigh(total - (means.T * counts) @ means / n)
+    within = (axes * spreads.clamp_min(LEAST_WITHIN * float(total.diagonal().mean()) + 1e-300)) @ axes.T
+    inner = torch.linalg.solve(within, means.T).T
+    weight = given.class_sums.new_zeros(given.class_sums.shape)
+    bias = torch.full_like(given.counts, ABSENT)
+    weight[present] = inner @ scores
+    bias[present] = -0.5 * (means * inner).sum(1) - inner @ scores @ centre + (counts / n).log()
+    return LinearHead(weight, bias)
 
 
 def noise_size(scale: float, width: int) -> float:
@@ -168,7 +195,9 @@ def triangle_scales(width: int) -> Tensor:
     With √2 on all others, the packed f fᵀ has the length ‖f‖², no more than without: half their noise power is saved.
     """
     rows, columns = torch.tril_indices(width, width)
-    return torch.where(rows == columns, 1.0, torch.tensor(0.5, dtype=torch.float64).sqrt())
+    scales = torch.full((len(rows),), math.sqrt(0.5), dtype=torch.float64)
+    scales[rows == columns] = 1.0
+    return scales
 
 
 def _solve(matrix: Tensor, penalty: float, right: Tensor, what: str) -> Tensor:

@@ -1,9 +1,9 @@
 """Accuracy against ε for `analytic` on chest X-rays: `python -m benchmarks.privacy IMAGES --features DIR [--out FILE]`.
 
-IMAGES holds train/NORMAL, train/PNEUMONIA, test/NORMAL, test/PNEUMONIA (docs/encoders.md). Features of EfficientNet-Lite0
-are computed once and kept in DIR. Every row is a whole simulated federation: uploads with noise, the server, and the
-model's answers to the test images. With `--develop` a fifth of the *training* images takes the place of the test images
-and the settings behind the defaults are tried: the test images chose nothing.
+IMAGES holds train/NORMAL, train/PNEUMONIA, test/NORMAL, test/PNEUMONIA (docs/encoders.md). Features of
+EfficientNet-Lite0 are computed once and kept in DIR. Every row is a whole simulated federation: uploads with noise, the
+server, and the model's answers to the test images. With `--develop` a fifth of the *training* images takes the place of
+the test images and several numbers of random directions are tried: the test images chose nothing.
 """
 
 from __future__ import annotations
@@ -90,16 +90,14 @@ def measurement() -> list[tuple[dict[str, Any], str, int]]:
     """What the table shows: without noise, with and without the projection; and with noise, over seeds."""
     plain = [({"projection": width}, place, 0) for place, width in product(SITES, (None, 256))]
     private = [{"projection": 256, "epsilon": epsilon} for epsilon in EPSILONS]
-    return plain + [(settings, place, seed) for settings, place, seed in product(private, SITES, SEEDS)]
+    return plain + list(product(private, SITES, SEEDS))
 
 
 def development() -> list[tuple[dict[str, Any], str, int]]:
     """The number of random directions, which is the one setting that the variant `private` chooses."""
     widths = (None, 64, 128, 256, 512)
     tried = [{"projection": width, "epsilon": epsilon} for width, epsilon in product(widths, (1.0, 8.0))]
-    return [
-        (settings, place, seed) for settings, place, seed in product(tried, ("one site", "5 sites, alike"), range(2))
-    ]
+    return list(product(tried, ("one site", "5 sites, alike"), range(2)))
 
 
 def scores(answers: np.ndarray, labels: np.ndarray) -> dict[str, float | None]:

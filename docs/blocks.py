@@ -431,6 +431,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "poison": measured.poison,
+    "privacy": measured.privacy,
     "longer": measured.longer,
     "stages": measured.stages,
     "example": _example,

@@ -41,6 +41,14 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "no command is kept; its configuration is in the file",
     ),
     "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
+    "privacy/cxr.json": (
+        "accuracy against ε for analytic on chest X-rays",
+        "`python -m benchmarks.privacy IMAGES --features DIR`",
+    ),
+    "privacy/development.json": (
+        "what the number of random directions was chosen by, on training images",
+        "`python -m benchmarks.privacy IMAGES --features DIR --develop`",
+    ),
     "primum/gates.json": (
         "primum's gate on the logits of its cells, and the margins it was chosen from",
         "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",

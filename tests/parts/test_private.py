@@ -83,6 +83,19 @@ def test_training_is_repeated_and_goes_on_after_a_kill(monkeypatch: pytest.Monke
     assert not torch.equal(secret[0]["head.weight"], secret[1]["head.weight"])
 
 
+def test_only_one_whole_training_is_accounted_for() -> None:
+    pytest.importorskip("opacus")
+    ctx, client = context(), tiny_clients(1)[0]
+    state = ctx.openly.local_model(client).state
+    for again in (
+        lambda: ctx.retrain(client, state, visit="shot-2"),
+        lambda: ctx.train_further(client, None, epochs=1, first_epoch=0, total_epochs=2),
+    ):
+        with pytest.raises(MethodError) as error:
+            again()
+        assert error.value.code == "not_private"
+
+
 def test_a_network_learns_in_spite_of_the_noise() -> None:
     pytest.importorskip("opacus")
     clients = tiny_clients(1, per_client=400)

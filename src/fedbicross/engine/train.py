@@ -205,7 +205,8 @@ def training(
     work = _Work(network, x, y, recipe, None if shift is None else shift.to(device))
     private = None
     if recipe.dp is not None:
-        assert noise is not None
+        if visit or first_epoch or last != recipe.epochs or noise is None:
+            raise MethodError("not_private", "training.dp accounts for one whole training of a network, not for more")
         private = PrivateSteps(model, recipe, len(y), noise)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)

@@ -1,9 +1,10 @@
-"""Accuracy against ε for `analytic` on chest X-rays: `python -m benchmarks.privacy IMAGES --features DIR [--out FILE]`.
+"""Accuracy against ε for `analytic`: `python -m benchmarks.privacy IMAGES --features DIR [--out FILE]`.
 
-IMAGES holds train/NORMAL, train/PNEUMONIA, test/NORMAL, test/PNEUMONIA (docs/encoders.md). Features of
-EfficientNet-Lite0 are computed once and kept in DIR. Every row is a whole simulated federation: uploads with noise, the
-server, and the model's answers to the test images. With `--develop` a fifth of the *training* images takes the place of
-the test images and several numbers of random directions are tried: the test images chose nothing.
+IMAGES is a folder of chest X-rays, train/NORMAL and so on (docs/encoders.md), or with `--data-dir` the name of a data
+set, e.g. `bloodmnist --size 28 --encoder-size 96`. Features of EfficientNet-Lite0 are computed once and kept in DIR.
+Every row is a whole simulated federation: uploads with noise, the server, and the model's answers to the test images.
+With `--develop` a fifth of the *training* images takes the place of the test images and several numbers of random
+directions are tried: the test images chose nothing.
 """
 
 from __future__ import annotations
@@ -55,19 +56,23 @@ class Kept(MemoryStore):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.privacy", description=__doc__)
-    parser.add_argument("images", type=Path)
+    parser.add_argument("images")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--encoder-size", type=int)
     parser.add_argument("--features", type=Path, required=True)
     parser.add_argument("--develop", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    data = load_dataset(given.images, image_size=224)
+    data = load_dataset(given.images, given.data_dir, given.size)
     train, test = data.train, data.test
     if given.develop:
         order = np.random.default_rng(0).permutation(len(train.labels))
         fifth = len(order) // 5
         train, test = data.train.take(np.sort(order[fifth:])), data.train.take(np.sort(order[:fifth]))
     task = Task(tuple(data.classes), data.image_size, data.channels, "cnn")
+    view = {"encoder": ENCODER, "encoder_size": given.encoder_size, "delta": DELTA}
     rows: list[dict[str, Any]] = []
     for settings, place, seed in development() if given.develop else measurement():
         count, kind = SITES[place]
@@ -76,14 +81,16 @@ def main() -> None:
         clients = make_clients(whole, partition)[0]
         ctx = Context(task, Training(), seed=seed, store=Kept(given.features))
         began = time.perf_counter()
-        method = create("analytic", {"analytic": {"encoder": ENCODER, "delta": DELTA, **settings}})
+        method = create("analytic", {"analytic": {**view, **settings}})
         model = simulate(method, clients, ctx)[clients[0].name]
         answers = model.probabilities(test.images, store=ctx.store)
         row = {"settings": settings, "sites": place, "seed": seed, "seconds": time.perf_counter() - began}
         row |= {"images": [len(client.labels) for client in clients], **scores(answers, test.labels)}
         rows.append(row)
         print(row, flush=True)
-        write(given, rows, len(train.labels), len(test.labels))
+        name = "cxr" if given.data_dir is None else data.name
+        about = {"data": name, "classes": len(data.classes), "view": view, "delta": DELTA}
+        write(given, {**about, "train_images": len(train.labels), "test_images": len(test.labels)}, rows)
 
 
 def measurement() -> list[tuple[dict[str, Any], str, int]]:
@@ -108,11 +115,10 @@ def scores(answers: np.ndarray, labels: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def write(given: argparse.Namespace, rows: list[dict[str, Any]], train: int, test: int) -> None:
-    name = "development.json" if given.develop else "cxr.json"
+def write(given: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    name = f"{about['data']}-development.json" if given.develop else f"{about['data']}.json"
     out = given.out or ROOT / "results" / "privacy" / name
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = {"data": "kermany_cxr_224", "encoder": ENCODER, "delta": DELTA, "train_images": train, "test_images": test}
     content = {**about, "scored_on": "a fifth of the training images" if given.develop else "the test images"}
     content |= {"versions": versions("cpu"), "rows": rows}
     out.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -557,8 +557,8 @@ def kernels(how: str, page: Path, root: Path) -> str:
 
 
 def privacy(what: str, page: Path, root: Path) -> str:
-    """`python -m benchmarks.privacy`: accuracy against ε; with ``development``, by the number of random directions."""
-    name = f"{what or 'cxr'}.json"
+    """`python -m benchmarks.privacy`: accuracy against ε, or by the number of random directions."""
+    name = f"{what}.json"
     file = root / "results" / "privacy" / name
     if not file.exists():
         return "Not measured yet."

@@ -45,9 +45,17 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "accuracy against ε for analytic on chest X-rays",
         "`python -m benchmarks.privacy IMAGES --features DIR`",
     ),
-    "privacy/development.json": (
+    "privacy/cxr-development.json": (
         "what the number of random directions was chosen by, on training images",
         "`python -m benchmarks.privacy IMAGES --features DIR --develop`",
+    ),
+    "privacy/bloodmnist.json": (
+        "the same on bloodmnist",
+        "`python -m benchmarks.privacy bloodmnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
+    ),
+    "privacy/dermamnist.json": (
+        "the same on dermamnist",
+        "`python -m benchmarks.privacy dermamnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
     ),
     "primum/gates.json": (
         "primum's gate on the logits of its cells, and the margins it was chosen from",

@@ -35,6 +35,6 @@ def test_every_cell_is_measured_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(found["rows"]) == 2 * 2 + 2 * 2
     assert (found["train_images"], found["test_images"]) == (80, 20)
     assert all(row["accuracy"] > 0.8 for row in found["rows"] if "epsilon" not in row["settings"])
-    text = measured.privacy("", tmp_path / "docs" / "page.md", tmp_path)
+    text = measured.privacy("cxr", tmp_path / "docs" / "page.md", tmp_path)
     assert text.count("\n| 100 | 256 |") == 1 and "none | all" in text and "2 seeds" in text
-    assert measured.privacy("development", tmp_path / "docs" / "page.md", tmp_path) == "Not measured yet."
+    assert measured.privacy("cxr-development", tmp_path / "docs" / "page.md", tmp_path) == "Not measured yet."

@@ -14,6 +14,7 @@ from fedbicross.federation import simulate
 from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.parts import moments, pooled
+from fedbicross.parts import private as parts_private
 from fedbicross.privacy.gaussian import noise_for
 from small import tiny_clients, tiny_context
 
@@ -186,6 +187,35 @@ def test_one_image_moves_the_sums_by_no_more_than_stated() -> None:
     assert float((packed[0] - packed[1]).norm()) <= 0.7**2 * (1 + 1e-9)
     assert float((found[0].class_sums - found[1].class_sums).norm()) <= 0.7 * (1 + 1e-9)
     assert float((found[0].counts - found[1].counts).norm()) == 1
+
+
+def test_all_images_of_a_patient_move_the_sums_by_no_more_than_one_image_may() -> None:
+    ctx, client = tiny_context(), everyone()
+    patients = np.array([f"p{i // 4}" for i in range(len(client.labels))])  # four images each, of several classes
+    method = create("analytic", private(unit="patient"))
+    whole = Client("pooled", client.images, client.labels, patients)
+    fewer = Client("pooled", client.images[4:], client.labels[4:], patients[4:])
+    found = []
+    for one in (whole, fewer):
+        weights = parts_private.weights(method.config, one)
+        assert weights is not None and float(weights.sum()) == pytest.approx(len(set(one.patients)))
+        x = pooled.features(method.config, one, ctx)
+        found.append(steps.sufficient_statistics.statistics(x, torch.from_numpy(one.labels), 3, weights))
+    scales = steps.sufficient_statistics.triangle_scales(found[0].gram.shape[0])
+    packed = [steps.sufficient_statistics.pack_triangle(one.gram) / scales for one in found]
+    assert float((packed[0] - packed[1]).norm()) <= 1 + 1e-9
+    assert float((found[0].class_sums - found[1].class_sums).norm()) <= 1 + 1e-9
+    assert float((found[0].counts - found[1].counts).norm()) <= 1 + 1e-9
+    upload = method.upload(whole, ctx)
+    method.check_upload(upload)
+    assert (
+        upload.privacy is not None and upload.privacy.unit == "patient" and "for each patient" in upload.privacy.words
+    )
+    with pytest.raises(UploadError, match="privacy of each image"):
+        method.check_upload(create("analytic", private()).upload(whole, ctx))
+    with pytest.raises(MethodError) as error:
+        method.upload(client, ctx)
+    assert error.value.code == "no_patients"
 
 
 def test_the_upload_says_how_private_it_is() -> None:

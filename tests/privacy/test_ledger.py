@@ -37,6 +37,13 @@ def test_entries_add_up_and_are_read_back(tmp_path: Path) -> None:
     assert open_.epsilon == found.epsilon and open_.open == 1 and "nothing bounds" in open_.words
 
 
+def test_a_patient_is_promised_something_only_where_all_uploads_do(tmp_path: Path) -> None:
+    patient = PRIVATE.model_copy(update={"unit": "patient"})
+    assert ledger.total(enter(tmp_path / "l.json", 1, patient)).unit == "patient"
+    total = ledger.total(enter(tmp_path / "l.json", 2))
+    assert total.unit == "image" and total.words.endswith("for each image")
+
+
 def test_the_smallest_delta_is_told(tmp_path: Path) -> None:
     enter(tmp_path / "l.json", 1)
     stricter = PRIVATE.model_copy(update={"delta": 1e-7})

@@ -202,3 +202,14 @@ def test_lengths_and_signs() -> None:
     assert torch.equal(matrix, ss.signs(64, 1000)) and set(matrix.unique().tolist()) == {-0.125, 0.125}
     row = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert float((matrix @ row).norm() / row.norm()) == pytest.approx(1, abs=0.4)
+
+
+def test_weights_are_how_often_an_image_counts() -> None:
+    x, y = overlapping(30)
+    often = torch.arange(30) % 3
+    found, slow = (
+        ss.statistics(x, y, 4, often),
+        ss.statistics(x.repeat_interleave(often, 0), y.repeat_interleave(often), 4),
+    )
+    for name in ("counts", "class_sums", "gram"):
+        assert torch.allclose(getattr(found, name), getattr(slow, name), rtol=1e-12)

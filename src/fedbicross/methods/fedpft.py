@@ -145,10 +145,11 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         """One Gaussian per class from noisy sums. One image is in one class, so that it moves each sum by its own."""
         config, classes = self.config, len(ctx.task.classes)
         assert config.covariance != "full" and config.clip is not None  # by the settings' own check
-        found = steps.sufficient_statistics.statistics(x, torch.from_numpy(client.labels), classes)
+        labels, weights = torch.from_numpy(client.labels), parts.private.weights(config, client)
+        found = steps.sufficient_statistics.statistics(x, labels, classes, weights)
         squared = x.double().square()
         squares = squared if config.covariance == "diag" else squared.sum(1, keepdim=True)
-        by_class = steps.sufficient_statistics.statistics(squares, torch.from_numpy(client.labels), classes).class_sums
+        by_class = steps.sufficient_statistics.statistics(squares, labels, classes, weights).class_sums
         sums = {
             "counts": parts.private.Sum(found.counts, 1.0, 0.2),
             "means": parts.private.Sum(found.class_sums, config.clip, 0.6),

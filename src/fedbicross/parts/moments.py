@@ -28,7 +28,7 @@ def upload(config: PooledConfig, client: Client, ctx: Context) -> Upload:
     """Counts, class sums and Σ f fᵀ in float64, with noise where the settings ask for it."""
     classes = ctx.task.classes
     x = pooled.features(config, client, ctx)
-    found = steps.statistics(x, torch.from_numpy(client.labels), len(classes))
+    found = steps.statistics(x, torch.from_numpy(client.labels), len(classes), private.weights(config, client))
     counts = client.class_counts(len(classes))
     alone = [name for name, count in zip(classes, counts, strict=True) if count == 1]
     if alone and config.epsilon is None:

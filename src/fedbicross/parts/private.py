@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbicross.context import Context
 from fedbicross.engine.private import counts_release, training_release
 from fedbicross.engine.recipe import PrivateTraining
-from fedbicross.errors import UploadError
+from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Upload
 from fedbicross.parts.settings import PooledConfig
 from fedbicross.privacy.gaussian import noise_for
@@ -31,7 +31,7 @@ class Sum(NamedTuple):
     """A sum over images that is to be released."""
 
     value: Tensor
-    sensitivity: float  # how far one image moves it at most, in L2 norm
+    sensitivity: float  # how far one image, or patient, moves it at most, in L2 norm
     share: float  # of the budget; the shares of one release add up to 1
     scales: Tensor | None = None  # by how much smaller the noise of single entries may be
 
@@ -39,6 +39,19 @@ class Sum(NamedTuple):
 def scale(noise: float, sensitivity: float, share: float) -> float:
     """σ for one of several sums: all of them together then have the noise multiplier ``noise``."""
     return noise * sensitivity / math.sqrt(share)
+
+
+def weights(config: PooledConfig, client: Client) -> Tensor | None:
+    """What each image counts as in a private sum, [n]: where the unit is a patient, all of his together as one.
+
+    All that a patient has then moves a sum by no more than one image would.
+    """
+    if config.epsilon is None or config.unit == "image":
+        return None
+    if client.patients is None:
+        raise MethodError("no_patients", f"{client.label}: unit = 'patient', but its data do not name patients")
+    _, which, images = np.unique(client.patients, return_inverse=True, return_counts=True)
+    return torch.from_numpy(1 / images[which])
 
 
 def release(
@@ -53,7 +66,7 @@ def release(
         for name, entry in sums.items()
     }
     made = Release(what=what, mechanism="gaussian", noise_multiplier=noise)
-    return noisy, Statement(epsilon=config.epsilon, delta=config.delta, releases=[made])
+    return noisy, Statement(epsilon=config.epsilon, delta=config.delta, unit=config.unit, releases=[made])
 
 
 def _drawn(entry: Sum, source: Noise) -> Tensor:
@@ -107,3 +120,6 @@ def check(upload: Upload, agreed: PooledConfig | PrivateTraining) -> None:
     if stated.epsilon > agreed.epsilon or stated.delta > agreed.delta:
         found = f"epsilon {stated.epsilon:g}, delta {stated.delta:g}"
         raise UploadError("not_private", f"{upload.client!r} states {found}; less privacy than was agreed on")
+    unit = agreed.unit if isinstance(agreed, PooledConfig) else "image"
+    if stated.unit != unit:
+        raise UploadError("not_private", f"{upload.client!r} states privacy of each {stated.unit}, not {unit}")

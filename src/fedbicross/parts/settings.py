@@ -251,6 +251,9 @@ class PooledConfig(EncoderConfig):
         None, gt=0, le=100, description="ε of differential privacy for what leaves a client; none: none of it (ours)"
     )
     delta: float = Field(1e-5, gt=0, le=1e-2, description="δ of the same, well below one over the number of images")
+    unit: Literal["image", "patient"] = Field(
+        "image", description="whose privacy ε is: patient counts each of k images of a patient as 1/k of one"
+    )
 
     @model_validator(mode="after")
     def _noise_needs_a_limit(self) -> PooledConfig:
@@ -263,7 +266,7 @@ class PooledConfig(EncoderConfig):
         """How private what leaves is, in words; empty where nothing makes it so."""
         if self.epsilon is None:
             return ""
-        return f"with noise: ε = {self.epsilon:g}, δ = {self.delta:g} of differential privacy for each image"
+        return f"with noise: ε = {self.epsilon:g}, δ = {self.delta:g} of differential privacy for each {self.unit}"
 
 
 class MomentsConfig(PooledConfig):

@@ -62,6 +62,7 @@ class Total:
 
     epsilon: float  # of the private ones
     delta: float | None  # at which ε is told: the smallest of all statements; None where there is none
+    unit: str  # whose ε it is: a patient's only where every statement is
     private: int
     open: int  # uploads without differential privacy
 
@@ -74,6 +75,7 @@ class Total:
         if self.private:
             what = f"{self.private} upload" + ("s" if self.private > 1 else "")
             parts.append(f"{what} with differential privacy, together ε = {self.epsilon:.4g} at δ = {self.delta:.4g}")
+            parts[-1] += f" for each {self.unit}"
         if self.open:
             what = f"{self.open} upload" + ("s" if self.open > 1 else "")
             parts.append(f"{what} without: nothing bounds what they give away")
@@ -82,7 +84,7 @@ class Total:
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         epsilon = self.epsilon if math.isfinite(self.epsilon) else None
-        return {"epsilon": epsilon, "delta": self.delta, "private": self.private, "open": self.open}
+        return {"epsilon": epsilon, "delta": self.delta, "unit": self.unit, "private": self.private, "open": self.open}
 
 
 def read(file: Path) -> list[Entry]:
@@ -130,7 +132,8 @@ def total(entries: list[Entry]) -> Total:
     delta = min((statement.delta for statement in stated), default=None)
     releases = [release for statement in stated for release in statement.releases]
     epsilon = 0.0 if delta is None else spent(releases, delta)
-    return Total(epsilon, delta, len(stated), len(entries) - len(stated))
+    unit = "patient" if stated and all(statement.unit == "patient" for statement in stated) else "image"
+    return Total(epsilon, delta, unit, len(stated), len(entries) - len(stated))
 
 
 @contextmanager

@@ -22,11 +22,11 @@ class Release(Settings):
 
 
 class Statement(Settings):
-    """All releases of an upload together are (ε, δ)-private; neighbours differ by one image more or less."""
+    """All releases of an upload together are (ε, δ)-private; neighbours differ by one image, or patient."""
 
     epsilon: float = Field(gt=0, le=1e6)
     delta: float = Field(gt=0, lt=1)
-    unit: Literal["image"] = "image"
+    unit: Literal["image", "patient"] = "image"
     releases: list[Release] = Field(min_length=1, max_length=MOST_RELEASES)
 
     @property
@@ -34,4 +34,4 @@ class Statement(Settings):
         """For tables and cards."""
         names = {"gaussian": "Gaussian mechanism", "sampled_gaussian": "DP-SGD"}
         used = ", ".join(f"{names[part.mechanism]} on {part.what}" for part in self.releases)
-        return f"ε = {self.epsilon:.4g}, δ = {self.delta:.4g} for each image ({used})"
+        return f"ε = {self.epsilon:.4g}, δ = {self.delta:.4g} for each {self.unit} ({used})"

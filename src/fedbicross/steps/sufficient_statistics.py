@@ -50,11 +50,14 @@ def signs(width: int, inputs: int) -> Tensor:
     return torch.from_numpy(2.0 * drawn - 1) / math.sqrt(width)
 
 
-def statistics(features: Tensor, labels: Tensor, classes: int) -> Statistics:
-    """The sums of one client from features [n,D] and labels [n]."""
+def statistics(features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None) -> Statistics:
+    """The sums of one client from features [n,D] and labels [n]; ``weights`` [n] are what each image counts as."""
     x = features.double()
     one_hot = torch.nn.functional.one_hot(labels.long(), classes).double()
-    return Statistics(one_hot.sum(0), one_hot.T @ x, x.T @ x)
+    if weights is None:
+        return Statistics(one_hot.sum(0), one_hot.T @ x, x.T @ x)
+    counted = weights.double()[:, None]
+    return Statistics((counted * one_hot).sum(0), (counted * one_hot).T @ x, (counted * x).T @ x)
 
 
 def add(parts: Sequence[Statistics]) -> Statistics:

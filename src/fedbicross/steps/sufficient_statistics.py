@@ -41,7 +41,8 @@ class LinearHead(NamedTuple):
 def shortened(features: Tensor, longest: float) -> Tensor:
     """Features [n,D] of which none has a norm over ``longest``; directions stay. In float64."""
     x = features.double()
-    return x * (longest / x.norm(dim=1, keepdim=True).clamp_min(longest))
+    norms: Tensor = x.norm(dim=1, keepdim=True)
+    return x * (longest / norms.clamp_min(longest))
 
 
 def signs(width: int, inputs: int) -> Tensor:

@@ -33,7 +33,7 @@ from fedbicross.runs.store import DiskStore
 from fedbicross.seeds import numpy_rng
 
 ROOT = Path(__file__).resolve().parents[1]
-EPSILONS = (0.5, 1.0, 4.0, 8.0)
+EPSILONS = (1.0, 0.5, 4.0, 8.0)
 DELTA = 1e-5
 SITES = {"one site": (1, "iid"), "5 sites, alike": (5, "iid"), "5 sites, α = 0.5": (5, "dirichlet")}
 SEEDS = range(5)

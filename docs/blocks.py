@@ -190,7 +190,7 @@ def _fields(cls: type[BaseModel], prefix: str = "") -> str:
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             continue
         default = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
-        shown = "none" if default is None else f"`{json.dumps(default)}`"
+        shown = "must be given" if info.is_required() else "none" if default is None else f"`{json.dumps(default)}`"
         rows.append((f"`{prefix}{name}`", _type(info.annotation) + _bounds(info), shown, info.description or ""))
     return table(("key", "type", "default", "meaning"), rows)
 
@@ -206,6 +206,8 @@ def _type(annotation: Any) -> str:
         inner = _type(arguments[0])
         return f"list of {inner}{'' if inner == 'text' else 's'}"
     if origin is dict:
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))
@@ -224,11 +226,19 @@ def _configuration(_: str, page: Path, root: Path) -> str:
     from fedbicross.runs.config import RunConfig
 
     parts = ["### The run", "", _fields(RunConfig)]
-    for name, info in RunConfig.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            first = (info.annotation.__doc__ or "").strip().splitlines()[0].replace("``", "`")
-            parts += ["", f"### `[{name}]`", "", first, "", _fields(info.annotation, f"{name}.")]
+    for name, group in _groups(RunConfig):
+        first = (group.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+        parts += ["", f"### `[{name}]`", "", first, "", _fields(group, f"{name}.")]
     return "\n".join(parts)
+
+
+def _groups(cls: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, type[BaseModel]]]:
+    """Every table of settings in this one, those that may be left out too, with its name."""
+    for name, info in cls.model_fields.items():
+        for option in (info.annotation, *get_args(info.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield f"{prefix}{name}", option
+                yield from _groups(option, f"{prefix}{name}.")
 
 
 def _quick(_: str, page: Path, root: Path) -> str:
@@ -442,6 +452,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "poison": measured.poison,
+    "privacy": measured.privacy,
     "longer": measured.longer,
     "stages": measured.stages,
     "bench": benched.overview,

@@ -537,6 +537,42 @@ def kernels(how: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'll' + 'r' * (1 + len(others)))}\n\n{made}"
 
 
+def privacy(what: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.privacy`: accuracy against ε, or by the number of random directions."""
+    name = f"{what}.json"
+    file = root / "results" / "privacy" / name
+    if not file.exists():
+        return "Not measured yet."
+    found = json.loads(file.read_text(encoding="utf-8"))
+    groups: dict[tuple[float, int], dict[str, list[Any]]] = {}
+    for row in found["rows"]:
+        settings = row["settings"]
+        key = (settings.get("epsilon") or float("inf"), settings["projection"] or 10**9)
+        groups.setdefault(key, {}).setdefault(row["sites"], []).append(row)
+    places = list(dict.fromkeys(row["sites"] for row in found["rows"]))
+    rows: list[Row] = []
+    for (epsilon, width), cells in sorted(groups.items(), reverse=True):
+        noise = "none" if epsilon == float("inf") else f"{epsilon:g}"
+        features = "all" if width == 10**9 else str(width)
+        rows.append((noise, features, *(_mean_and_spread(cells.get(place, [])) for place in places)))
+    seeds = len({row["seed"] for row in found["rows"]})
+    about = (
+        f"Accuracy (balanced accuracy) in %, on {found['test_images']:,} images: {found['scored_on']}; mean ± standard "
+        f"deviation over {seeds} seeds of noise and partition, one seed without noise; δ = {found['delta']:g} for each "
+        f"site. Raw results: [`{name}`]({link(file, page)}), torch {found['versions']['torch']}."
+    )
+    return f"{table(('ε', 'features', *places), rows, 'll' + 'r' * len(places))}\n\n{about}"
+
+
+def _mean_and_spread(rows: list[Any]) -> str:
+    if not rows:
+        return "–"
+    accuracy = 100 * np.array([row["accuracy"] for row in rows])
+    balanced = 100 * np.mean([row["balanced_accuracy"] for row in rows])
+    spread = f" ± {accuracy.std(ddof=1):.1f}" if len(rows) > 1 else ""
+    return f"{accuracy.mean():.1f}{spread} ({balanced:.1f})"
+
+
 def poison(what: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.poison`: attacks, personal models under them, or honest federations; and the rules."""
     if what == "rules":

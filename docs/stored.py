@@ -45,6 +45,22 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "no command is kept; its configuration is in the file",
     ),
     "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
+    "privacy/cxr.json": (
+        "accuracy against ε for analytic on chest X-rays",
+        "`python -m benchmarks.privacy IMAGES --features DIR`",
+    ),
+    "privacy/cxr-development.json": (
+        "what the number of random directions was chosen by, on training images",
+        "`python -m benchmarks.privacy IMAGES --features DIR --develop`",
+    ),
+    "privacy/bloodmnist.json": (
+        "the same on bloodmnist",
+        "`python -m benchmarks.privacy bloodmnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
+    ),
+    "privacy/dermamnist.json": (
+        "the same on dermamnist",
+        "`python -m benchmarks.privacy dermamnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
+    ),
     "primum/gates.json": (
         "primum's gate on the logits of its cells, and the margins it was chosen from",
         "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",

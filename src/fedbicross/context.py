@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fedbicross import models, seeds
+from fedbicross import models, privacy, seeds
 from fedbicross.bundle.format import canonical_json, pack, unpack
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedbicross.engine.workers import Workers
     from fedbicross.messages import Client
     from fedbicross.models.encoders import EncoderSpec
+    from fedbicross.privacy.noise import Noise
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class Context:
     event: Callable[..., None] = _no_event
     client_models: Mapping[str, str] = field(default_factory=dict)  # architecture by client; else the task's
     streams: tuple[str, ...] = ()  # prefix of the names of random streams and checkpoints: a later shot has its own
+    secret_noise: bool = False  # noise of private releases from the operating system: where real sites take part
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -216,6 +218,10 @@ class Context:
     def torch_rng(self, *names: str, device: str = "cpu") -> torch.Generator:
         """A torch stream for a named purpose."""
         return seeds.torch_rng(self.seed, *self.streams, *names, device=device)
+
+    def noise(self, *names: str) -> Noise:
+        """The noise of a private release; in a simulation a named stream, which whoever knows the seed can draw."""
+        return privacy.noise.Secret() if self.secret_noise else privacy.noise.Stream(self.rng(*names))
 
     def at_shot(self, shot: int) -> Context:
         """The same context with random streams and checkpoints of this shot alone; the first has the plain ones."""
@@ -287,6 +293,13 @@ class Context:
         if loss is None or loss == self.training.loss:
             return self
         return replace(self, training=self.training.model_copy(update={"loss": loss}))
+
+    @property
+    def openly(self) -> Context:
+        """The same context whose clients train without differential privacy: for what never leaves them."""
+        if self.training.dp is None:
+            return self
+        return replace(self, training=self.training.model_copy(update={"dp": None}))
 
     def validation_rows(self, client: Client) -> np.ndarray:
         """Which of a client's images its own training held back."""

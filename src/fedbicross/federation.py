@@ -68,7 +68,8 @@ def simulate(
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
     if ctx.fast and method.uses_local_models:
-        ctx.with_loss(method.loss).train_local_models(clients)
+        own = ctx if method.sends_only_the_network else ctx.openly
+        own.with_loss(method.loss).train_local_models(clients)
     done, replies = _newest_round(method, clients, ctx)
     if done:
         _end_round(method, clients, replies, done, ctx, after_round)  # a kill may have come before its end

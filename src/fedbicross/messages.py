@@ -13,6 +13,7 @@ from fedbicross import engine
 from fedbicross.bundle import pack, unpack, validate
 from fedbicross.context import Store, Task
 from fedbicross.errors import UploadError
+from fedbicross.privacy.statement import Statement
 from fedbicross.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class _UploadManifest(Settings):
     extra: dict[str, Any]
     run_id: str | None
     agreement: Agreement | None
+    privacy: Statement | None = None
 
 
 class _ReplyManifest(Settings):
@@ -105,6 +107,7 @@ class Upload:
     extra: Mapping[str, Any] = field(default_factory=dict)
     run_id: str | None = None  # of a federation between sites: a bundle of another run is refused
     agreement: Agreement | None = None  # likewise
+    privacy: Statement | None = None  # none: without differential privacy
     preprocessing: str = PREPROCESSING
 
     def pack(self) -> bytes:
@@ -119,6 +122,8 @@ class Upload:
             "run_id": self.run_id,
             "agreement": _plain(self.agreement),
         }
+        if self.privacy is not None:
+            info["privacy"] = self.privacy.model_dump()
         return pack("upload", self.tensors, info)
 
     @classmethod

@@ -114,7 +114,7 @@ def test_a_mistyped_command_is_one_line(args: list[str], words: str) -> None:
         ("fedbicross re", ["resume", "report"]),
         ("fedbicross run --parti", ["--partition"]),
         ("fedbicross run --methods fedavg,prim", [f"fedavg,{name}" for name in method_names() if "primum" in name]),
-        ("fedbicross run --model resnet1", ["resnet18"]),
+        ("fedbicross run --model resnet1", ["resnet18", "resnet18_gn"]),
         ("fedbicross run --partition nat", ["natural"]),
         ("fedbicross run --data cel", ["cells"]),
         ("fedbicross list enc", ["encoders"]),

@@ -11,6 +11,7 @@ from fedbicross.steps.mixtures import (
     _triangles,
     component_count,
     fit_mixture,
+    from_sums,
     sample,
     sampling_flops,
     scale_shape,
@@ -128,3 +129,17 @@ def test_the_same_seed_gives_the_same_mixture_and_samples() -> None:
 def test_sampling_flops_count_products_and_sums() -> None:
     assert sampling_flops("diag", 10) == sampling_flops("spherical", 10) == 20
     assert sampling_flops("full", 3) == sum(2 * (i + 1) for i in range(3)) + 3
+
+
+@pytest.mark.parametrize("covariance", ["diag", "spherical"])
+def test_a_gaussian_from_sums_is_that_of_the_samples(covariance: str) -> None:
+    x = np.random.default_rng(0).normal(2.0, [0.5, 1.0, 3.0], (50, 3))
+    squares = np.square(x) if covariance == "diag" else np.square(x).sum(1, keepdims=True)
+    given = (torch.from_numpy(x.sum(0)), torch.from_numpy(squares.sum(0)))
+    found = from_sums(50, *given, covariance, 1e-6)
+    variance = x.var(0) if covariance == "diag" else x.var(0).mean(keepdims=True)
+    assert np.allclose(found.means[0].numpy(), x.mean(0))
+    assert np.allclose(found.scales.numpy().ravel(), np.sqrt(variance + 1e-6))
+    assert tuple(found.scales.shape) == scale_shape(covariance, 1, 3)
+    noise = from_sums(50, given[0], -given[1], covariance, 1e-4)  # a variance below 0
+    assert np.allclose(noise.scales.numpy(), 1e-2)

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from fedbicross import bundle, deploy, engine, parts, transport
+from fedbicross import bundle, deploy, engine, parts, privacy, transport
 from fedbicross.cli import common, describe_bundle, join, models, page, site
 from fedbicross.cli.common import (
     FEDERATION,
@@ -78,7 +78,7 @@ def train(
         print_json({"path": str(target), "client": who, "run": agreed.run, **describe_bundle.facts(sent)})
         return
     print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
-    print(f"what leaves: {agreed.build().upload_summary}")
+    print(f"what leaves: {agreed.build().leaves(agreed.training)}")
     print(f"look at it:  fedbicross client show {target}")
 
 
@@ -138,6 +138,23 @@ def personalize(
     site.print_scores(f"{who}: on images that were held out", scores)
     before = "" if done is None else "done before: "
     print(f"{before}model: {out} (read {out / deploy.folder.CARD} before you use it)")
+
+
+@app.command("privacy")
+def privacy_of_site(work: WorkOption = WORK, json: JsonOption = False) -> None:
+    """Everything that this site ever sent, and the differential privacy of all of it together."""
+    entries = privacy.ledger.read(work / privacy.ledger.NAME)
+    total = privacy.ledger.total(entries)
+    if json:
+        print_json({"entries": [entry.model_dump() for entry in entries], "total": total.as_json()})
+        return
+    rows = [
+        (entry.time, entry.run, entry.client, entry.method, "none" if entry.privacy is None else entry.privacy.words)
+        for entry in entries
+    ]
+    if rows:
+        print_table("what this site sent", ("when (UTC)", "run", "as", "method", "differential privacy"), rows)
+    print(f"all together: {total.words}")
 
 
 app.command("predict")(models.predict)

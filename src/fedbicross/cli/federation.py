@@ -140,7 +140,12 @@ def show(
     if json:
         resolved = {**federation.model_dump(), "settings": method.config.model_dump()}
         print_json(
-            {**resolved, "fingerprint": federation.fingerprint, "run": federation.run, "leaves": method.upload_summary}
+            {
+                **resolved,
+                "fingerprint": federation.fingerprint,
+                "run": federation.run,
+                "leaves": method.leaves(federation.training),
+            }
         )
         return
     counts = federation.class_counts
@@ -155,7 +160,7 @@ def show(
         ("model", federation.model),
         ("method", f"{federation.method}: {method.summary}"),
         ("training", f"{federation.training.recipe} recipe, {federation.training.epochs} epochs"),
-        ("what leaves", method.upload_summary),
+        ("what leaves", method.leaves(federation.training)),
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
         ("purpose", federation.purpose or "not written down"),

@@ -128,7 +128,7 @@ def _agree(post: Post, fingerprint: str | None) -> FederationFile | None:
     agreed = transport.files.load_federation(post.federation)
     print(f"agreement: run {agreed.run_id}, {agreed.method}, {len(agreed.clients)} sites")
     print(f"classes:   {', '.join(agreed.classes)}")
-    print(f"leaves:    {agreed.build().upload_summary}")
+    print(f"leaves:    {agreed.build().leaves(agreed.training)}")
     if fingerprint is None:
         if not sys.stdin.isatty():
             raise ConfigError(

@@ -114,7 +114,7 @@ def finish(model: RunModel) -> tuple[Finished, str]:
         client=model.client,
         run=config.name,
         method=model.method,
-        leaves=method.upload_summary,
+        leaves=method.leaves(config.training),
         upload_bytes=sent,
         train_images=size,
         hold_out=0.0,

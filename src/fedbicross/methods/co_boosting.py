@@ -68,6 +68,7 @@ class CoBoosting(Method[CoBoostingConfig]):
     name = "co_boosting"
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
     Config = CoBoostingConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined

@@ -67,6 +67,7 @@ class DAFL(Method[DAFLConfig]):
     name = "dafl"
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
     Config = DAFLConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined

@@ -61,6 +61,7 @@ class DENSE(Method[DENSEConfig]):
     name = "dense"
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
     Config = DENSEConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined

@@ -47,6 +47,7 @@ class FedAvg(Method[FedAvgConfig]):
     Config = FedAvgConfig
     variants = {"uniform": {"weighting": "uniform"}, "multi_round": {"rounds": 100}}
     variant_notes = {"uniform": "plain mean of the networks", "multi_round": "100 rounds of one local epoch each"}
+    sends_only_the_network = True
     personal = False
     mixed_models_error = "it averages weights, and those of different architectures have no average"
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import data, models
+from fedbicross import data, models, privacy
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
-from fedbicross.methods.base import Method, mixed_models_problem
+from fedbicross.methods.base import Method, check_private_training, mixed_models_problem
 from fedbicross.settings import Settings, parse, read_toml
 
 QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
@@ -211,6 +211,7 @@ def check(config: RunConfig) -> None:
     for spec in config.all_methods():
         method = config.build(spec)
         method.check_machine()
+        _check_private(config, spec, method)
         for name in config.architectures():
             if "bn_stats" in method.needs and not models.info(name).has_batchnorm:
                 reason = f"{spec} needs batch-normalisation statistics, which {name!r} does not have"
@@ -224,6 +225,16 @@ def check(config: RunConfig) -> None:
             raise ConfigError(
                 "unused_method", f"settings for method {spec!r}, which does not run{nearest(spec, known)}"
             )
+
+
+def _check_private(config: RunConfig, spec: str, method: Method[Any]) -> None:
+    if config.training.dp is None:
+        return
+    check_private_training(method, config.training, spec)
+    privacy.accountant.require_opacus()
+    for name in config.architectures():
+        if method.sends_only_the_network and models.info(name).has_batchnorm:
+            raise ConfigError("dp_batchnorm", f"training.dp: {models.group_norm_advice(name)}")
 
 
 def _exists(path: str) -> bool:

@@ -97,6 +97,21 @@ def _single(x: np.ndarray, covariance: Covariance, floor: float) -> FeatureMixtu
     return FeatureMixture(torch.ones(1, dtype=torch.float64), means, _scales(found, covariance))
 
 
+def from_sums(
+    count: float, total: Tensor, squares: Tensor, covariance: Literal["diag", "spherical"], floor: float
+) -> FeatureMixture:
+    """One Gaussian from Σ 1, Σ f [D] and Σ f² [D] (spherical: Σ ‖f‖² [1]), all of which may be noisy, in float64."""
+    mean = total.double() / count
+    if covariance == "diag":
+        variance = squares.double() / count - mean.square()
+    else:
+        variance = (squares.double() / count - mean.square().sum()) / len(mean)
+    scales = (variance.clamp_min(0) + floor).sqrt()
+    return FeatureMixture(
+        torch.ones(1, dtype=torch.float64), mean[None], scales[None] if covariance == "diag" else scales
+    )
+
+
 def _scales(covariances: np.ndarray, covariance: Covariance) -> Tensor:
     if covariance != "full":
         return torch.from_numpy(np.sqrt(covariances))

@@ -15,6 +15,7 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Upload, file_name
+from fedbicross.privacy import ledger
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
@@ -45,8 +46,14 @@ def make_upload(
     progress: Progress | None = None,
     *,
     device: str = "auto",
+    book: Path | None = None,
 ) -> bytes:
-    """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again."""
+    """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again.
+
+    ``book`` is the site's ledger of everything that it ever sent (`privacy.ledger`); none: one in ``work``.
+    """
+    book = work / ledger.NAME if book is None else book
+    ledger.read(book)  # a damaged one is an error before hours of training, not after
     check_not_expired(federation)
     check_key(federation, client.name, key)
     _check_images(federation, client)
@@ -56,6 +63,7 @@ def make_upload(
         if kept is not None and _may_leave(federation, key, kept):
             verify_upload(federation, kept)
             ctx.progress.say("done before: the upload is the one that was made then")
+            _enter(book, federation, client, kept, ctx)
             return kept
         name = f"{SCOPE}/{file_name(client.name)}"
         upload = pipeline.make_upload(federation.build(), client, ctx, name)
@@ -67,7 +75,22 @@ def make_upload(
         verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
         folder.store.save(SENT, data)
         ctx.drop_stages()
+        _enter(book, federation, client, data, ctx)
         return data
+
+
+def _enter(book: Path, federation: FederationFile, client: Client, data: bytes, ctx: Context) -> None:
+    """Write down what is about to leave, and say what it adds up to; without the entry nothing leaves."""
+    entries = ledger.add(
+        book,
+        run=federation.run,
+        client=client.name,
+        method=federation.method,
+        data=client.digest,
+        upload=hashlib.sha256(data).hexdigest(),
+        privacy=Upload.unpack(data).privacy,
+    )
+    ctx.progress.say(f"privacy of everything that this site ever sent: {ledger.total(entries).words}")
 
 
 def check_key(federation: FederationFile, name: str, key: Ed25519PrivateKey) -> None:

@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import FedBiCrossError, UploadError
 from fedbicross.messages import Client, file_name
+from fedbicross.privacy import ledger
 from fedbicross.settings import parse
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import envelope
@@ -61,7 +62,8 @@ class Site:
 def upload(site: Site, message: Message) -> Message:
     """The signed upload: trained once, afterwards read from the site's folder."""
     key, device = site.settings.load_key(), site.settings.device
-    data = files.make_upload(site.federation, site.client(), key, site.work, site.log, device=device)
+    book = Path(site.settings.work) / ledger.NAME
+    data = files.make_upload(site.federation, site.client(), key, site.work, site.log, device=device, book=book)
     site.log.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
     return Message(envelope.content({}, data), reply_to=message)
 

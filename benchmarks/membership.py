@@ -78,7 +78,7 @@ def rows_of(given: argparse.Namespace, seed: int, data: Any) -> list[dict[str, A
             del told[attack]["roc"]  # points of a picture
         bound = None
         if recipe is not None:
-            bound = audit_with_canaries(site, subjects, attacked_by, kinds[recipe], 200, 1e-5)._asdict()
+            bound = audit_with_canaries(subjects, attacked_by, kinds[recipe], 200, 1e-5)._asdict()
         answers = model.probabilities(data.test.images)
         accuracy = float((answers.argmax(1) == data.test.labels).mean())
         found.append({"model": name, "seed": seed, "accuracy": accuracy, "canaries": bound, **told})

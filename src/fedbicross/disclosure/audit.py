@@ -91,7 +91,7 @@ def audit(
     shadows = train_shadows(subjects, training, trying.shadows)
     scores = subjects.scores(network, ctx)
     found = membership_of(scores, subjects, shadows, ctx)
-    bound = audit_with_canaries(client, subjects, shadows, training, trying.canaries, trying.delta)
+    bound = audit_with_canaries(subjects, shadows, training, trying.canaries, trying.delta)
     inverted, pictures = _reconstruction(network, subjects, client, training, trying)
     memorised = _memorised(scores, subjects, shadows)
     public = {

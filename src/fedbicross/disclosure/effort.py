@@ -27,7 +27,7 @@ class Effort(Settings):
         return self
 
 
-QUICK: dict[str, Any] = {"shadows": 4, "images": 300, "epochs": 20, "canaries": 100, "inverted": 32, "steps": 60}
+QUICK: dict[str, Any] = {"shadows": 4, "images": 200, "epochs": 20, "canaries": 100, "inverted": 32, "steps": 60}
 
 
 def effort(quick: bool = False, **given: Any) -> Effort:

@@ -128,30 +128,21 @@ def _answers(client: Client, images: np.ndarray, ctx: Context) -> np.ndarray:
     return answers
 
 
-def audit_with_canaries(
-    client: Client, subjects: Subjects, shadows: Shadows, ctx: Context, count: int, delta: float
-) -> one_run.Bound:
-    """Train once more on the site's images and canaries: control images under wrong labels, each in or out by a coin.
+def audit_with_canaries(subjects: Subjects, shadows: Shadows, ctx: Context, count: int, delta: float) -> one_run.Bound:
+    """Train once more on the members and on canaries: control images under wrong labels, each in or out by a coin.
 
     What it bounds is the recipe on these images, not the very file: that one was trained without canaries. A canary's
     score is compared with what the shadows say that never saw its image.
     """
     rng = ctx.rng("audit", "canaries")
-    rows = np.flatnonzero(~subjects.is_member)
-    rows = np.sort(rng.permutation(rows)[:count])
+    rows = np.sort(rng.permutation(np.flatnonzero(~subjects.is_member))[:count])
     classes = len(ctx.task.classes)
     wrong = (subjects.labels[rows] + rng.integers(1, classes, len(rows))) % classes
     included = rng.random(len(rows)) < 0.5
-    chosen = rows[included]
-    patients = client.patients
-    if patients is not None:  # each is a person of its own, or whole patients would be kept from training with it
-        patients = np.concatenate([patients.astype(str), [f"canary {row}" for row in chosen]])
-    mixed = Client(
-        "network with canaries",
-        np.concatenate([client.images, subjects.images[chosen]]),
-        np.concatenate([client.labels, wrong[included]]),
-        patients,
-    )
+    labels = subjects.labels.copy()
+    labels[rows] = wrong
+    chosen = np.concatenate([np.flatnonzero(subjects.is_member), rows[included]])
+    mixed = replace(subjects, labels=labels).client("network with canaries", chosen)
     scores = membership.confidence(_answers(mixed, subjects.images[rows], ctx), wrong)
     usual = membership.confidence(shadows.probabilities[:, rows], wrong)
     unseen = ~shadows.inside[:, rows]

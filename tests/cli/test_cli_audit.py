@@ -133,7 +133,9 @@ def test_train_with_a_policy_writes_nothing_that_it_refuses(tmp_path: Path) -> N
         assert not list(Path().rglob("*upload.safetensors"))
         assert not Path("north.safetensors").exists()
         Path("policy.toml").write_text(RULES.format(1.0))
-        assert "others get:  A model made of" in ok(*train).out
+        done = ok(*train)
+        assert "others get:  A model made of" in done.out
+        assert "is the statement to file" in done.out + done.err
         assert Path("north.safetensors").is_file()
 
 

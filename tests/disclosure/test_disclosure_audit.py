@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from disclosure.subjects import BY_HEART, SMALL, context, people, upload_of
+from disclosure.test_disclosure_statement import KEY, body
 from fedbicross.disclosure import audit as auditing
-from fedbicross.disclosure import shadows
+from fedbicross.disclosure import shadows, statement
 from fedbicross.disclosure.audit import Findings, audit
 from fedbicross.disclosure.effort import Effort, effort
 from fedbicross.disclosure.policy import worst_advantage, worst_auc
 from fedbicross.errors import ConfigError, DataError
 from fedbicross.messages import Client, Upload
+from fedbicross.methods import create
 from fedbicross.methods.ensemble import EnsembleMethod
 from fedbicross.methods.majority import Majority
-from small import Mortal, survive
+from small import TINY_METHODS, Mortal, survive, tiny_clients, tiny_context
 
 METHOD = EnsembleMethod(EnsembleMethod.Config())
 
@@ -177,6 +179,18 @@ def test_an_upload_that_holds_nothing_has_nothing_to_audit() -> None:
     empty = Majority(Majority.Config()).upload(people()["site"], ctx)
     found = audit(Majority(Majority.Config()), empty, people()["site"], people()["held out"], ctx, SMALL)
     assert found.public == {"kind": "nothing"}
+
+
+def test_features_are_measured_as_those_of_a_run() -> None:
+    ctx, (client, controls) = tiny_context(), tiny_clients(2)
+    method = create("fedpft", TINY_METHODS)
+    found = audit(method, method.upload(client, ctx), client, controls, ctx, SMALL)
+    assert found.public["kind"] == "features"
+    assert found.public["features"]["real_sequences"] == len(client.labels)
+    assert found.public["features"]["attack"]["images"] == len(client.labels)
+    assert found.pictures.startswith(b"\x89PNG")
+    _, page = statement.sign(body(found.public), KEY)
+    assert b"rebuilt from other people" in page
 
 
 def test_an_upload_of_another_kind_is_said_to_be_unaudited() -> None:

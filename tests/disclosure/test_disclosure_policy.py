@@ -143,3 +143,12 @@ def test_stricter_than_the_agreement_wins() -> None:
     """Rules on counts come on top of those that all sites agreed on."""
     upload = replace(counted([6, 9]), num_samples=15)
     assert refused(policies.apply_counts, Policy(smallest_count=7), upload) == "policy_count"
+
+
+def test_the_policy_in_the_documentation_can_be_used(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "audit-an-upload.md").read_text()
+    shown = page.split("```toml\n")[1].split("```")[0]
+    found = load_policy(write(tmp_path, shown))
+    assert found.below == "suppress"
+    assert found.audit is not None
+    assert found.audit.limits == {"max_auc": 0.6}

@@ -60,9 +60,13 @@ def train(site: Site, key: Ed25519PrivateKey, accept: Sequence[str], policy: Pol
             shown.say(f"warning: {warning}")
         shown.say(f"{site.name}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
         audited = for_audit(site, held_out, names)
-        return transport.files.make_upload(
+        made = transport.files.make_upload(
             site.agreed, client, key, site.folder, shown, device=site.device, policy=policy, held_out=audited
         )
+        statement = site.folder / f"{transport.site_audit.place(made)}.html"
+        if statement.is_file():
+            shown.say(f"audit: {statement} is the statement to file, with the signed .json beside it")
+        return made
 
 
 def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=3)
     parser.add_argument("--images", type=int, default=600, help="of each site")
     parser.add_argument("--controls", type=int, default=1000)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--shadows", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--shadows", type=int, default=6)
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "privacy" / "membership.json")
     parser.set_defaults(settings={})  # of the methods; tests have smaller ones

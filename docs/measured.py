@@ -83,6 +83,8 @@ def gpu(what: str, page: Path, root: Path) -> str:
 def membership(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.membership`: who can be told to have been trained on, by model, beside its accuracy."""
     file = root / "results" / "privacy" / "membership.json"
+    if not file.exists():
+        return "Not measured yet."
     found = json.loads(file.read_text(encoding="utf-8"))
 
     def interval(value: Mapping[str, float], scale: float = 1, digits: int = 3) -> str:

@@ -238,8 +238,8 @@ def _type(annotation: Any) -> str:
         return " or ".join("none" if part is type(None) else _type(part) for part in arguments)
     if origin in (list, tuple):
         inner = _type(arguments[0])
-        return f"list of {inner}{'' if inner == 'text' else 's'}"
-    if origin is dict:
+        return f"list of {inner}{'' if inner == 'text' or inner.startswith('one of') else 's'}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))

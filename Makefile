@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
-.PHONY: setup demo test check lint format bench soak docs clean
+.PHONY: setup demo test check lint format bench soak sbom docs clean
 
 setup: $(STAMP)
 
@@ -53,9 +53,15 @@ MINUTES ?= 10
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
+# What the demo's environment consists of, as CycloneDX JSON; the tool lives in an environment of its own.
+sbom: $(READY)
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
+	.venv-sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
 docs: $(STAMP)
 	$(BIN)/python -m docs.build
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs . site
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) .venv-sbom site

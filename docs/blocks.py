@@ -113,7 +113,7 @@ def _across(names: str, page: Path, root: Path) -> str:
 
 
 def _audit(run: str, page: Path, root: Path) -> str:
-    """What `fedbicross audit` measured of a stored run."""
+    """What `fedbicross audit run` measured of a stored run."""
     from fedbicross.runs.audit import markdown
 
     file = root / "results" / run / "audit.json"
@@ -173,8 +173,44 @@ def _method_leaves(method: str, page: Path, root: Path) -> str:
     said = {
         spec: create(spec).upload_summary for spec in (method, *(f"{method}:{v}" for v in METHODS[method].variants))
     }
-    rows = [(f"`{spec}`", ", ".join(sorted(create(spec).needs)) or "nothing", text) for spec, text in said.items()]
-    return table(("method", "the server needs", "what leaves"), rows)
+    built = {spec: create(spec) for spec in said}
+    rows = [
+        (
+            f"`{spec}`",
+            ", ".join(sorted(built[spec].needs)) or "nothing",
+            text,
+            f"`{built[spec].others_receive}`",
+        )
+        for spec, text in said.items()
+    ]
+    return table(("method", "the server needs", "what leaves", "what other sites receive"), rows)
+
+
+def _others_receive(_: str, page: Path, root: Path) -> str:
+    """Which methods hand what to other sites."""
+    del page, root
+    from fedbicross.methods import METHODS, create
+    from fedbicross.methods.base import RECEIVES
+
+    built = {name: create(name) for name in METHODS}
+    rows = []
+    for kind, words in RECEIVES.items():
+        names = [
+            f"`{name}`" for name, method in built.items() if method.others_receive == kind and not method.pools_data
+        ]
+        rows.append((f"`{kind}`", words, ", ".join(names)))
+    return table(("", "what other sites receive of an upload", "methods"), rows)
+
+
+def _policy(_: str, page: Path, root: Path) -> str:
+    """Every key of policy.toml, and of its audit."""
+    del page, root
+    from fedbicross.disclosure.effort import QUICK, Effort
+    from fedbicross.disclosure.policy import AuditRule, Policy
+
+    parts = ["`policy.toml`:", "", _fields(Policy), "", "`[audit]`:", "", _fields(AuditRule, "audit.")]
+    parts += ["", "`audit.effort`, and the options of `audit upload`:", "", _fields(Effort)]
+    return "\n".join([*parts, "", f"With `--quick`, or `audit.quick`: {_pairs(QUICK)}."])
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -204,8 +240,8 @@ def _type(annotation: Any) -> str:
         return " or ".join("none" if part is type(None) else _type(part) for part in arguments)
     if origin in (list, tuple):
         inner = _type(arguments[0])
-        return f"list of {inner}{'' if inner == 'text' else 's'}"
-    if origin is dict:
+        return f"list of {inner}{'' if inner == 'text' or inner.startswith('one of') else 's'}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
@@ -423,6 +459,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "settings": _method_settings,
     "variants": _method_variants,
     "leaves": _method_leaves,
+    "others-receive": _others_receive,
+    "policy": _policy,
     "configuration": _configuration,
     "quick": _quick,
     "recipes": _recipes,
@@ -437,6 +475,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "superseded": measured.superseded,
     "waiting": measured.waiting,
     "soak": measured.soak,
+    "membership": measured.membership,
     "suite": measured.suite,
     "house": measured.house,
     "threads": measured.threads,

@@ -80,6 +80,45 @@ def gpu(what: str, page: Path, root: Path) -> str:
     return f"{grown}\n\nStage 2 takes {least:.1f} to {most:.1f} ms per K²."
 
 
+def membership(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.membership`: who can be told to have been trained on, by model, beside its accuracy."""
+    file = root / "results" / "privacy" / "membership.json"
+    if not file.exists():
+        return "Not measured yet."
+    found = json.loads(file.read_text(encoding="utf-8"))
+
+    def interval(value: Mapping[str, float], scale: float = 1, digits: int = 3) -> str:
+        shown = [f"{scale * value[key]:.{digits}f}" for key in ("value", "low", "high")]
+        return f"{shown[0]} ({shown[1]}–{shown[2]})"
+
+    rows = []
+    for row in found["rows"]:
+        ratio, plain, canaries = row["likelihood_ratio"], row["confidence"], row["canaries"]
+        rows.append(
+            (
+                row["model"],
+                row["seed"],
+                f"{100 * row['accuracy']:.1f}",
+                interval(ratio["auc"]),
+                interval(ratio["tpr_at_0.01"], 100, 1),
+                interval(ratio["tpr_at_0.001"], 100, 1),
+                interval(plain["auc"]),
+                "" if canaries is None else f"{canaries['epsilon']:.2f}",
+            )
+        )
+    titles = ("model", "seed", "accuracy, %", "AUC, shadows", "found at 1 % false alarms, %", "at 0.1 %, %")
+    config, versions = found["config"], found["versions"]
+    made = (
+        f"{config['data']}, {config['clients']} sites of {config['train_images']} images, {config['model']}, "
+        f"{config['training']['epochs']} epochs ({config['training']['recipe']}); {row['members']} members of one "
+        f"site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
+        f"torch {versions['torch']}. Made by "
+        f"`python -m benchmarks.membership`; raw results: [`membership.json`]({link(file, page)})."
+    )
+    shown = table((*titles, "AUC, confidence alone", "canaries: ε ≥"), rows, "lr" + "r" * 6)
+    return f"{shown}\n\n{made}"
+
+
 AGAINST = {
     "plain fp32, one thread": "one thread - two, points (each seed)",
     "fast bf16": "fast bf16 - plain, points (each seed)",

@@ -38,6 +38,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
     ),
     "benchmarks/soak.json": ("what made-up uploads, kills and damaged files do", "`make soak`"),
     "benchmarks/poison.json": ("attacks of one site, and honest federations", "`python -m benchmarks.poison`"),
+    "privacy/membership.json": (
+        "membership inference on single networks, the student and the personal model",
+        "`python -m benchmarks.membership --data-dir DIR`",
+    ),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (
@@ -145,7 +149,7 @@ def _run(name: str, found: Mapping[str, Any], described: Mapping[str, tuple[Path
     command = f"`{' '.join([*words, *(f'--set {shlex.quote(setting)}' for setting in settings)])}`"
     if kind == "results.json":
         return _what(found["config"]), command
-    audit = f"`fedbicross audit runs/papers/{case} --epochs {found['settings']['epochs']}`"
+    audit = f"`fedbicross audit run runs/papers/{case} --epochs {found['settings']['epochs']}`"
     return f"audit of {_what(config.model_dump())}", f"{command}, then {audit}"
 
 

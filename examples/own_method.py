@@ -19,6 +19,7 @@ class KeepHead(Method[MethodConfig]):
     name = "keep_head"
     summary = "averaged trunk, own last layer"
     needs = frozenset({"weights"})
+    others_receive = "one_model"
     upload_summary = "The trained network without its last layer."
 
     def upload(self, client, ctx, previous=None):

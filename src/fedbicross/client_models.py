@@ -48,6 +48,10 @@ class ClientModels:
         self.ctx.record.flops += result.flops
         return result
 
+    def forget(self, client: Client) -> None:
+        """Drop the client's own network from the store."""
+        self.ctx.store.drop(_model_file(self.local_model_key(client)))
+
     def validation_rows(self, client: Client) -> np.ndarray:
         """Which of a client's images its own training held back."""
         rng = seeds.numpy_rng(self.ctx.training_seed, "training", client.name, "validation-split")

@@ -62,6 +62,12 @@ class MethodError(FedBiCrossError):
     exit_status = 6
 
 
+class PolicyError(FedBiCrossError):
+    """The site's own policy does not let something leave."""
+
+    exit_status = 7
+
+
 def printable(text: str) -> str:
     """Text without control characters: each is replaced by its escape, so that it cannot steer a terminal."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

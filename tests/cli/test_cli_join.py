@@ -229,3 +229,16 @@ def test_no_answer_is_a_no(sites: Path) -> None:
     assert "http://127.0.0.1:" in outcome.err
     view = page.view(Path("north.safetensors").read_bytes(), "north.safetensors", None)
     assert view["state"] == "unknown" and "not checked" in view["checked"]
+
+
+def test_what_the_hospitals_policy_refuses_is_put_nowhere(sites: Path) -> None:
+    post = snapshot(sites / "post")
+    Path("policy.toml").write_text('others_receive = ["nothing"]')
+    outcome = join_as("north", "--fingerprint", fingerprint(sites), "--yes")
+    assert (outcome.code, "error[policy_others]" in outcome.err) == (7, True)
+    assert snapshot(sites / "post") == post
+    assert not list(Path().rglob("*.safetensors"))
+    Path("policy.toml").write_text('methods = ["fedavg"]')
+    sent = join_as("north", "--yes")
+    assert sent.code == 0, sent.err
+    assert (sites / "post" / "uploads" / "north.safetensors").is_file()

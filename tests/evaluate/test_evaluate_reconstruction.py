@@ -117,3 +117,15 @@ def test_images_are_shrunk_by_area_and_scaled() -> None:
     given = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
     assert torch.allclose(rec.to_unit_range(given, 2)[0, 0, 0, 0], torch.tensor((0 + 1 + 4 + 5) / 4 / 255))
     assert rec.to_unit_range(given, 9).shape == (1, 1, 4, 4)
+
+
+def test_nearest_is_the_smallest_difference_of_pixels() -> None:
+    rng = torch.Generator().manual_seed(0)
+    ours, candidates = torch.rand(3, 2, 4, 4, generator=rng), torch.rand(5, 2, 4, 4, generator=rng)
+    candidates[2] = ours[1]
+    found = rec.nearest(ours, candidates)
+    for index, image in enumerate(ours.double()):
+        apart = [float((image - other).square().mean().sqrt()) for other in candidates.double()]
+        assert float(found.distance[index]) == pytest.approx(min(apart))
+        assert int(found.which[index]) == apart.index(min(apart))
+    assert found.distance[1] == 0

@@ -179,3 +179,27 @@ def test_settings_of_the_name_yield_to_the_variant_and_its_own_win() -> None:
     config = create("fedavg:uniform", table).config
     assert (config.rounds, config.weighting, config.local_epochs) == (7, "uniform", 3)
     assert create("fedavg", table).config.local_epochs == 1
+
+
+def _numbers(tensors: object) -> set[bytes]:
+    """Every tensor of more than a few numbers, as bytes: what could be somebody's network."""
+    return {value.numpy().tobytes() for value in tensors.values() if value.numel() > 8}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_other_sites_receive_is_what_it_says(name: str, shared: Context) -> None:
+    """Whoever says that uploads are not handed on hands none on; and the ensemble does."""
+    method = create(name, TINY_METHODS)
+    if method.pools_data:
+        return
+    clients = tiny_clients(3)
+    ctx = replace(shared, scope=f"receives/{name}")
+    uploads = [method.upload(client, ctx) for client in clients]
+    replies = pipeline.fuse(method, uploads, ctx, f"receives/{name}")
+    theirs = set.union(*(_numbers(upload.tensors) for upload in uploads[1:])) - _numbers(uploads[0].tensors)
+    found = _numbers(replies[0].tensors) & theirs
+    if method.others_receive == "every_upload":
+        assert found == theirs != set()
+    else:
+        assert not found
+    assert replies[0].empty == (method.others_receive == "nothing")

@@ -31,7 +31,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 class Site:
     """A folder with all that a site has."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, method: str = "majority", images: int = 5) -> None:
         self.folder = folder
         key, other = keys.generate_key(), keys.generate_key()
         self.federation = files.new_federation(
@@ -40,7 +40,8 @@ class Site:
             clients={"north": keys.public_text(key), "south": keys.public_text(other)},
             image_size=12,
             model="resnet8",
-            method="majority",
+            method=method,
+            training={"recipe": "modern", "epochs": 1, "batch_size": 8},
             quorum=1,
             class_counts={"smallest": 1},
         )
@@ -49,7 +50,7 @@ class Site:
         rng = np.random.default_rng(0)
         for label in self.federation.classes:
             (folder / "images" / label).mkdir(parents=True)
-            for number in range(5):
+            for number in range(images):
                 pixels = rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / "images" / label / f"{number}.png")
         self.config: dict[str, Any] = {
@@ -202,3 +203,39 @@ def test_a_key_that_nobody_listed(site: Site) -> None:
 
 def test_the_site_is_found_by_its_key(site: Site) -> None:
     assert SiteSettings(**site.config).name(site.federation) == "north"
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ('methods = ["primum"]', "policy_method"),
+        ('others_receive = ["nothing"]', "policy_others"),
+        (
+            "[audit]\nmax_auc = 0.5\neffort = {shadows = 4, images = 20, canaries = 20, inverted = 2, steps = 1}",
+            "policy_audit",
+        ),
+    ],
+)
+def test_what_the_sites_policy_refuses_is_not_sent_and_not_kept(tmp_path: Path, rules: str, code: str) -> None:
+    site = Site(tmp_path, "fedavg", 30)
+    (tmp_path / "policy.toml").write_text(rules)
+    site.config["policy"] = str(tmp_path / "policy.toml")
+    answer = site.ask("train")
+    assert envelope.note_of(answer) == {"code": code}
+    assert not answer.content.array_records
+    assert code in site.log()
+    assert not list((tmp_path / "work").rglob(files.SENT))
+
+
+def test_a_policy_that_is_kept_to_lets_the_upload_leave(tmp_path: Path) -> None:
+    site = Site(tmp_path, "fedavg", 30)
+    (tmp_path / "policy.toml").write_text('methods = ["fedavg"]\nsmallest_count = 5')
+    site.config["policy"] = str(tmp_path / "policy.toml")
+    upload = envelope.bundle_of(site.ask("train"))
+    assert files.verify_upload(site.federation, upload).client == "north"
+
+
+def test_a_policy_that_is_gone_stops_everything(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.config["policy"] = str(tmp_path / "gone.toml")
+    assert envelope.note_of(site.ask("train")) == {"code": "no_config"}

@@ -1,5 +1,5 @@
 """The command line: one file a verb. Exit codes: 0 fine, 2 configuration or usage, 3 data, 4 run folder, 5 upload,
-6 method, 1 anything unexpected (and `check`: refused), 130 stopped by the user."""
+6 method, 7 the site's policy, 1 anything unexpected (and `check`: refused), 130 stopped by the user."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from fedbicross import bundle, deploy, engine, parts, privacy, transport
+from fedbicross import bundle, deploy, disclosure, engine, parts, privacy, transport
 from fedbicross.cli import common, describe_bundle, join, models, page, site
 from fedbicross.cli.common import (
     FEDERATION,
@@ -18,6 +18,7 @@ from fedbicross.cli.common import (
     DeviceOption,
     FederationOption,
     JsonOption,
+    PolicyOption,
     ThreadsOption,
     WorkOption,
     check_new,
@@ -30,6 +31,7 @@ from fedbicross.cli.common import (
 from fedbicross.cli.models import AdaptOption
 from fedbicross.cli.show import print_json
 from fedbicross.errors import DataError
+from fedbicross.methods.base import RECEIVES
 
 app = typer.Typer(help="What a hospital does: train, send, receive, use.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -58,13 +60,15 @@ def train(
     name: Annotated[str | None, typer.Option(help="the site's name (default: whose key this is)")] = None,
     out: Annotated[Path | None, typer.Option(help="the file to send (default: <name>.safetensors)")] = None,
     accept: AcceptOption = None,
+    policy: PolicyOption = None,
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Train on the site's own images and write the one file that leaves."""
+    """Train on the site's own images and write the one file that leaves, if the site's policy lets it."""
     agreed = transport.files.load_federation(federation)
+    rules = disclosure.policy.policy_here(policy)
     private = bundle.keys.load_private_key(key)
     who = name or common.owner(agreed, private, key)
     transport.files.check_key(agreed, who, private)
@@ -72,13 +76,15 @@ def train(
     kept = site_work(work, agreed, who) / transport.files.SENT
     check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
     set_threads(threads)
-    sent = site.train(site.Site(agreed, who, data, work, device), private, accept or [])
+    sent = site.train(site.Site(agreed, who, data, work, device), private, accept or [], rules)
     write_new(target, sent)
     if json:
         print_json({"path": str(target), "client": who, "run": agreed.run, **describe_bundle.facts(sent)})
         return
     print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
-    print(f"what leaves: {agreed.build().leaves(agreed.training)}")
+    method = agreed.build()
+    print(f"what leaves: {method.leaves(agreed.training)}")
+    print(f"others get:  {RECEIVES[method.others_receive]}")
     print(f"look at it:  fedbicross client show {target}")
 
 

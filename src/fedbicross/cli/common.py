@@ -30,6 +30,10 @@ ThreadsOption = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU th
 AcceptOption = Annotated[
     list[str] | None, typer.Option("--accept", help="go on in spite of this finding of `fedbicross check`, by code")
 ]
+PolicyOption = Annotated[
+    Path | None,
+    typer.Option("--policy", help="the site's rules on what may leave (default: policy.toml, if it is here)"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="for programs")]
 
 FEDERATION = Path("federation.toml")

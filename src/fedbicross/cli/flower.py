@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedbicross import disclosure
 from fedbicross.cli.common import (
     FEDERATION,
     WORK,
@@ -14,6 +15,7 @@ from fedbicross.cli.common import (
     DeviceOption,
     FederationOption,
     JsonOption,
+    PolicyOption,
     WorkOption,
 )
 from fedbicross.cli.show import print_json
@@ -87,13 +89,17 @@ def join(
     node_key: Annotated[Path, typer.Option(help="key made by `flower node-key`")] = Path("node.key"),
     federation: FederationOption = FEDERATION,
     accept: AcceptOption = None,
+    policy: PolicyOption = None,
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
 ) -> None:
     """At a site: start the SuperNode and stay; it answers when the server asks."""
-    settings = flower.settings.site_settings(
-        federation=federation, key=key, work=work, data=data, device=device, accept=",".join(accept or [])
-    )
+    rules = policy or (disclosure.policy.FILE if disclosure.policy.policy_here(policy) else None)
+    places: dict[str, str | Path] = {"federation": federation, "key": key, "work": work, "data": data}
+    if rules is not None:
+        disclosure.policy.load_policy(rules)  # a mistake is named here, where somebody reads it
+        places["policy"] = rules
+    settings = flower.settings.site_settings(**places, device=device, accept=",".join(accept or []))
     if flower.deploy.lock_is_void():
         typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
     flower.deploy.supernode(settings, server, ca, node_key, _say).become()

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedbicross import bundle, deploy, transport
+from fedbicross import bundle, deploy, disclosure, transport
 from fedbicross.cli import common, describe_bundle, page, site
 from fedbicross.cli.common import (
     WORK,
     AcceptOption,
     DeviceOption,
+    PolicyOption,
     ThreadsOption,
     WorkOption,
     print_table,
@@ -26,6 +27,7 @@ from fedbicross.cli.common import (
     write_new,
 )
 from fedbicross.errors import ConfigError, RunError
+from fedbicross.methods.base import RECEIVES
 
 if TYPE_CHECKING:
     from fedbicross.transport.federation_file import FederationFile
@@ -49,11 +51,13 @@ def join(
     on_page: Annotated[bool, typer.Option("--page", help="ask on a page of this machine, not in the terminal")] = False,
     port: page.PortOption = 0,
     accept: AcceptOption = None,
+    policy: PolicyOption = None,
     work: WorkOption = WORK,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
 ) -> None:
     """A site's whole way: give the same command again at every turn; it does what can be done and says what is next."""
+    rules = disclosure.policy.policy_here(policy)
     travel = transport.post.Post(post)
     travel.require()
     who = name or _only_key()
@@ -73,7 +77,7 @@ def join(
         return
     reply = travel.reply(who)
     if not reply.exists() and not reply.is_symlink():
-        upload = site.train(here, key, accept or [])
+        upload = site.train(here, key, accept or [], rules)
         _send(travel, who, upload, agreed, yes, on_page, port)
         print("next: the server fuses; then give this command again")
         return
@@ -128,7 +132,9 @@ def _agree(post: Post, fingerprint: str | None) -> FederationFile | None:
     agreed = transport.files.load_federation(post.federation)
     print(f"agreement: run {agreed.run_id}, {agreed.method}, {len(agreed.clients)} sites")
     print(f"classes:   {', '.join(agreed.classes)}")
-    print(f"leaves:    {agreed.build().leaves(agreed.training)}")
+    method = agreed.build()
+    print(f"leaves:    {method.leaves(agreed.training)}")
+    print(f"others:    {RECEIVES[method.others_receive]}")
     if fingerprint is None:
         if not sys.stdin.isatty():
             raise ConfigError(

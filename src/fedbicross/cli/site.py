@@ -15,7 +15,9 @@ from fedbicross.cli.show import progress
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from fedbicross.disclosure.policy import Policy
     from fedbicross.transport.federation_file import FederationFile
+    from fedbicross.transport.files import HeldOut
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,43 @@ class Site:
 
     def load(self) -> Any:
         """Images to train on, and those that are held out."""
+        return self.load_named()[:2]
+
+    def load_named(self) -> Any:
+        """The same, and the names of the first."""
         agreed = self.agreed
-        return transport.site_data.load_site(self.data, agreed.task, self.name, agreed.hold_out, agreed.seed)
+        return transport.site_data.load_named(self.data, agreed.task, self.name, agreed.hold_out, agreed.seed)
 
 
-def train(site: Site, key: Ed25519PrivateKey, accept: Sequence[str]) -> bytes:
+def for_audit(site: Site, held_out: Any, names: Sequence[str]) -> HeldOut:
+    """Held-out images as an audit takes them."""
+    controls = transport.files.Client(site.name, held_out.images, held_out.labels, held_out.patients)
+    return transport.files.HeldOut(controls, names)
+
+
+def train(site: Site, key: Ed25519PrivateKey, accept: Sequence[str], policy: Policy | None = None) -> bytes:
     """Check the images, train, and return the bytes that may leave."""
-    client, held_out = site.load()
+    client, held_out, names = site.load_named()
     warnings = transport.site_data.check_site(client, held_out, site.agreed.classes, accept)
     with progress() as shown:
         for warning in warnings:
             shown.say(f"warning: {warning}")
         shown.say(f"{site.name}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
-        return transport.files.make_upload(
-            site.agreed, client, key, site.folder, shown, device=site.device, book=site.book
+        made = transport.files.make_upload(
+            site.agreed,
+            client,
+            key,
+            site.folder,
+            shown,
+            device=site.device,
+            book=site.book,
+            policy=policy,
+            held_out=for_audit(site, held_out, names),
         )
+        statement = site.folder / f"{transport.site_audit.place(made)}.html"
+        if statement.is_file():
+            shown.say(f"audit: {statement} is the statement to file, with the signed .json beside it")
+        return made
 
 
 def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str, Any]:

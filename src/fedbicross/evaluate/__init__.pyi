@@ -1,6 +1,8 @@
 from . import clinical as clinical
+from . import membership as membership
 from . import metrics as metrics
 from . import mmd as mmd
+from . import one_run as one_run
 from . import protocols as protocols
 from . import reconstruction as reconstruction
 from . import summary as summary

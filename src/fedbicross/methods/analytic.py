@@ -43,6 +43,7 @@ class Analytic(Method[AnalyticConfig]):
     summary = "ours: ridge regression solved from added-up feature statistics, private where wanted"
     Config = AnalyticConfig
     needs = frozenset({"weights", "class_counts"})  # sums, and what to divide them by
+    others_receive = "one_model"
     extra_keys = frozenset({"encoder"})
     uses_local_models = False
     mixed_models_error = None  # features of a frozen encoder depend on nobody's network

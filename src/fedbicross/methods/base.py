@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=MethodConfig)
 
+Receives = Literal["nothing", "one_model", "every_upload"]
+# What the other sites of a federation are handed of a site's upload, in words.
+RECEIVES: dict[Receives, str] = {
+    "nothing": "Nothing.",
+    "one_model": "A model made of everybody's uploads; of two sites, each may work out much of the other's.",
+    "every_upload": "This upload itself: whatever it gives away, it gives away to every site.",
+}
+
 
 class Method(ABC, Generic[ConfigT]):
     """The three verbs, and what a reader should know of a method before running it."""
@@ -126,6 +134,11 @@ class Method(ABC, Generic[ConfigT]):
         private = f"ε = {training.dp.epsilon:g}, δ = {training.dp.delta:g} of differential privacy for each image"
         return f"{self.upload_summary} Trained by DP-SGD, numbers of images with noise: {private}."
 
+    @property
+    def others_receive(self) -> Receives:
+        """What other sites are handed of this site's upload; the worst is assumed of a method that does not say."""
+        return "every_upload"
+
     @abstractmethod
     def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
         """At the client: train, and return what leaves. ``previous`` is the last round's reply, if any."""
@@ -177,7 +190,7 @@ class Method(ABC, Generic[ConfigT]):
 
 
 class SyntheticFeatures(ABC):
-    """What `fedbicross audit` asks of a method whose upload stands for features of images."""
+    """What `fedbicross audit run` asks of a method whose upload stands for features of images."""
 
     pools_tokens: ClassVar[bool] = False  # it models one feature per image, the mean of its tokens, not the sequence
 

@@ -15,6 +15,7 @@ class Centralised(Method[MethodConfig]):
 
     name = "centralised"
     summary = "upper bound: one network on the pooled images, not federated"
+    others_receive = "every_upload"
     role = "upper_bound"
     pools_data = True
     upload_summary = "Every image and label: not federated, shown only as an upper bound."

@@ -17,6 +17,7 @@ class CentralisedHead(Method[HeadConfig]):
 
     name = "centralised_head"
     summary = "upper bound for methods on features: one classifier on the pooled features, not federated"
+    others_receive = "every_upload"
     role = "upper_bound"
     pools_data = True
     Config = HeadConfig

@@ -67,6 +67,7 @@ class CoBoosting(Method[CoBoostingConfig]):
 
     name = "co_boosting"
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
+    others_receive = "one_model"
     Config = CoBoostingConfig
     sends_only_the_network = True
     personal = False

@@ -66,6 +66,7 @@ class DAFL(Method[DAFLConfig]):
 
     name = "dafl"
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
+    others_receive = "one_model"
     Config = DAFLConfig
     sends_only_the_network = True
     personal = False

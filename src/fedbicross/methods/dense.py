@@ -60,6 +60,7 @@ class DENSE(Method[DENSEConfig]):
 
     name = "dense"
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
+    others_receive = "one_model"
     Config = DENSEConfig
     sends_only_the_network = True
     personal = False

@@ -68,6 +68,7 @@ class EFedISCA(ShotsMethod[EFedISCAConfig]):
 
     name = "e_fedisca"
     summary = "one synthesis, then distillation on its mixtures with structured noise (MedIA 2025)"
+    others_receive = "one_model"
     personal = False
     Config = EFedISCAConfig
     variants = {

@@ -42,6 +42,7 @@ class EnsembleMethod(Method[EnsembleConfig]):
 
     name = "ensemble"
     summary = "every client gets all networks and averages their answers"
+    others_receive = "every_upload"
     Config = EnsembleConfig
     variants = {
         "mean_probs": {"combine": "mean_probs"},

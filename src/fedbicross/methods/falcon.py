@@ -62,6 +62,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     name = "falcon"
     summary = "synthetic token sequences of a frozen encoder, distilled into one classifier (AAAI 2026)"
+    others_receive = "one_model"
     Config = FalconConfig
     extra_keys = frozenset({"encoder", "dim", "tokens", "form"})
     uses_local_models = False

@@ -44,6 +44,7 @@ class FedAvg(Method[FedAvgConfig]):
 
     name = "fedavg"
     summary = "average of the networks' weights, one round or many"
+    others_receive = "one_model"
     Config = FedAvgConfig
     variants = {"uniform": {"weighting": "uniform"}, "multi_round": {"rounds": 100}}
     variant_notes = {"uniform": "plain mean of the networks", "multi_round": "100 rounds of one local epoch each"}

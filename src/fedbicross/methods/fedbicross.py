@@ -100,6 +100,7 @@ class FedBiCross(Method[FedBiCrossConfig]):
 
     name = "fedbicross"
     summary = "clusters, bi-level cross-cluster distillation, personal models (2026)"
+    others_receive = "one_model"
     Config = FedBiCrossConfig
     variants = {
         "intra": {"weights": "intra"},

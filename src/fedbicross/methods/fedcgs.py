@@ -35,6 +35,7 @@ class FedCGS(Method[FedCGSConfig]):
 
     name = "fedcgs"
     summary = "Gaussian classifier from added-up feature statistics of a frozen encoder (AAAI 2025)"
+    others_receive = "one_model"
     Config = FedCGSConfig
     needs = frozenset({"weights", "class_counts"})  # sums, and what to divide them by
     extra_keys = frozenset({"encoder"})

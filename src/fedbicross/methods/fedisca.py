@@ -56,6 +56,7 @@ class FedISCA(ShotsMethod[FedISCAConfig]):
 
     name = "fedisca"
     summary = "distils the ensemble on images inverted from it, from noise to finished (MICCAI 2023)"
+    others_receive = "one_model"
     personal = False
     Config = FedISCAConfig
     variants = {

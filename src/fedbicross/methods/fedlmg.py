@@ -77,6 +77,7 @@ class FedLMG(Method[FedLMGConfig]):
 
     name = "fedlmg"
     summary = "student trained on images of a diffusion model that the clients' networks steer (ICML 2025)"
+    others_receive = "one_model"
     Config = FedLMGConfig
     variants = {"multi_teacher": {"aggregation": "multi_teacher"}, "fine_tune": {"aggregation": "fine_tune"}}
     variant_notes = {

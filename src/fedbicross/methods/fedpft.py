@@ -64,6 +64,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
 
     name = "fedpft"
     summary = "linear head on features sampled from the clients' Gaussian mixtures (TMLR 2025)"
+    others_receive = "one_model"
     Config = FedPFTConfig
     needs = frozenset({"class_counts"})  # the mixtures too, but a client too small for any sends none
     extra_keys = frozenset({"encoder", "covariance"})

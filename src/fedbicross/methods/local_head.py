@@ -16,6 +16,7 @@ class LocalHead(Method[HeadConfig]):
 
     name = "local_head"
     summary = "each client's own classifier on frozen features, no federation (the bar for methods on features)"
+    others_receive = "nothing"
     role = "baseline"
     Config = HeadConfig
     quick_settings = {"encoder": "tiny", "batch": 64, "epochs_classifier": 30, "lr_classifier": 1e-3}

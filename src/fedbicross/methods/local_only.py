@@ -28,6 +28,7 @@ class LocalOnly(Method[LocalOnlyConfig]):
 
     name = "local_only"
     summary = "each client's own network, no federation (the bar)"
+    others_receive = "nothing"
     Config = LocalOnlyConfig
     mixed_models_error = None  # every client keeps its own network
     variants = {"balanced": {"loss": "balanced"}, "both": {"loss": "both"}}

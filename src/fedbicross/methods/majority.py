@@ -15,6 +15,7 @@ class Majority(Method[MethodConfig]):
 
     name = "majority"
     summary = "always the client's most frequent class (floor)"
+    others_receive = "nothing"
     role = "baseline"
     upload_summary = "Nothing."
     mixed_models_error = None  # there is no network

@@ -73,6 +73,7 @@ class Primum(Method[PrimumConfig]):
 
     name = "primum"
     summary = "a data-free student of all networks' consensus, used where it beats the own network beyond chance (ours)"
+    others_receive = "one_model"
     Config = PrimumConfig
     variants = {
         "student": {"prior": "uniform"},

@@ -10,20 +10,25 @@ same call again goes on where a killed one stopped and a finished one costs noth
 ``fedbicross.data``: the server runs it.
 """
 
-from fedbicross.messages import MANIFESTS, file_name
+from fedbicross.messages import MANIFESTS, Client, file_name
 from fedbicross.transport.federation_file import FederationFile, federation_text, load_federation, new_federation
 from fedbicross.transport.server import AUDIT, Received, Refused, fuse_received, fuse_uploads, receive
-from fedbicross.transport.site import SENT, SiteModels, both_models, check_key, make_upload, personalize
+from fedbicross.transport.site import SENT, SiteModels, audit_file, both_models, check_key, make_upload, personalize
+from fedbicross.transport.site_audit import Audited, HeldOut
 from fedbicross.transport.verify import notes_in, open_reply, open_upload, verify_files, verify_upload
 
 __all__ = [
     "AUDIT",
     "MANIFESTS",
     "SENT",
+    "Audited",
+    "Client",
     "FederationFile",
+    "HeldOut",
     "Received",
     "Refused",
     "SiteModels",
+    "audit_file",
     "both_models",
     "check_key",
     "federation_text",

@@ -13,12 +13,16 @@ from fedbicross import parts, pipeline
 from fedbicross.bundle import UPLOAD, inspect, keys, sign
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
-from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
+from fedbicross.disclosure import policy as policies
+from fedbicross.disclosure.effort import Effort
+from fedbicross.disclosure.policy import Policy
+from fedbicross.errors import ConfigError, MethodError, PolicyError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Upload, file_name
 from fedbicross.privacy import ledger
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
+from fedbicross.transport.site_audit import Audited, HeldOut, audit_upload, kept_audit
 from fedbicross.transport.verify import counts_agree, open_reply, verify_upload
 from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
 
@@ -47,19 +51,28 @@ def make_upload(
     *,
     device: str = "auto",
     book: Path | None = None,
+    policy: Policy | None = None,
+    held_out: HeldOut | None = None,
 ) -> bytes:
     """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again.
 
-    ``book`` is the site's ledger of everything that it ever sent (`privacy.ledger`); none: one in ``work``.
+    ``book`` is the site's ledger of everything that it ever sent (`privacy.ledger`); none: one in ``work``. With a
+    ``policy`` of the site, what it does not let leave is neither returned nor kept; where it requires an audit, that is
+    made here, with the images that were ``held_out``.
     """
     book = work / ledger.NAME if book is None else book
     ledger.read(book)  # a damaged one is an error before hours of training, not after
     check_not_expired(federation)
     check_key(federation, client.name, key)
     _check_images(federation, client)
+    if policy is not None:
+        policies.check_method(policy, federation.method, federation.build())
     with work_folder(work) as folder:
         ctx = _site_context(federation, client, folder, progress, device)
         kept = folder.store.load(SENT)
+        if kept is not None and policy is not None and not _policy_allows(policy, key, kept, ctx):
+            folder.store.drop(SENT)  # made before the policy, or under another one
+            kept = None
         if kept is not None and _may_leave(federation, key, kept):
             verify_upload(federation, kept)
             ctx.progress.say("done before: the upload is the one that was made then")
@@ -71,8 +84,12 @@ def make_upload(
         upload = replace(
             apply_counts(federation.class_counts, upload), run_id=federation.run, agreement=federation.agreement
         )
+        if policy is not None:
+            upload = policies.apply_counts(policy, upload)
         data = sign(upload.pack(), key)
         verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
+        if policy is not None and policy.audit is not None and policy.audit.required:
+            _audit_or_refuse(federation, client, held_out, key, data, ctx, policy)
         folder.store.save(SENT, data)
         ctx.drop_stages()
         _enter(book, federation, client, data, ctx)
@@ -91,6 +108,63 @@ def _enter(book: Path, federation: FederationFile, client: Client, data: bytes, 
         privacy=Upload.unpack(data).privacy,
     )
     ctx.progress.say(f"privacy of everything that this site ever sent: {ledger.total(entries).words}")
+
+
+def _policy_allows(policy: Policy, key: Ed25519PrivateKey, data: bytes, ctx: Context) -> bool:
+    """Whether an upload that was made before passes the policy as it is today."""
+    upload = Upload.unpack(data)
+    try:
+        fits = policies.apply_counts(policy, upload) is upload
+    except PolicyError:
+        fits = False
+    audited = policy.audit is None or not policy.audit.required
+    return fits and (audited or kept_audit(ctx.store, data, keys.public_text(key), policy))
+
+
+def _audit_or_refuse(
+    federation: FederationFile,
+    client: Client,
+    held_out: HeldOut | None,
+    key: Ed25519PrivateKey,
+    data: bytes,
+    ctx: Context,
+    policy: Policy,
+) -> None:
+    assert policy.audit is not None
+    if held_out is None:
+        raise PolicyError("policy_audit", "the site's policy requires an audit, for which images must be held out")
+    trying = policy.audit.trying
+    done = audit_upload(federation, client, held_out, key, data, ctx, trying=trying, policy=policy, made_here=True)
+    if done.reasons:
+        raise PolicyError("policy_audit", f"the audit keeps this upload here: {'; '.join(done.reasons)}")
+    ctx.progress.say("audit: within the site's policy")
+
+
+def audit_file(
+    federation: FederationFile,
+    client: Client,
+    held_out: HeldOut,
+    key: Ed25519PrivateKey,
+    data: bytes,
+    work: Path,
+    progress: Progress | None = None,
+    *,
+    device: str = "auto",
+    trying: Effort,
+    policy: Policy | None = None,
+) -> Audited:
+    """Audit an upload that this site has made, here or elsewhere."""
+    check_key(federation, client.name, key)
+    upload = verify_upload(federation, data)
+    if upload.client != client.name:
+        raise ConfigError("wrong_site", f"this upload is of {upload.client!r}, not of {client.name!r}")
+    _check_images(federation, client)
+    with work_folder(work) as folder:
+        ctx = _site_context(federation, client, folder, progress, device)
+        made_here = folder.store.load(SENT) == data
+        return audit_upload(
+            federation, client, held_out, key, data, ctx, trying=trying, policy=policy, made_here=made_here
+        )
 
 
 def check_key(federation: FederationFile, name: str, key: Ed25519PrivateKey) -> None:

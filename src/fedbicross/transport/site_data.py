@@ -29,17 +29,27 @@ def load_site(source: str | Path, task: Task, name: str, hold_out: float, seed: 
     ``source`` is a folder of class folders, a CSV manifest, an ``.npz`` file or a known data set. Where it names no
     test images, whole patients (images, where patients are unknown) are held out, the same ones at every call.
     """
+    return load_named(source, task, name, hold_out, seed)[:2]
+
+
+def load_named(
+    source: str | Path, task: Task, name: str, hold_out: float, seed: int
+) -> tuple[Client, Split, list[str]]:
+    """The same, and what each training image is called at the site."""
     path = Path(source)
     if path.is_dir() or path.suffix.lower() == ".csv":
         found, headers = find_images(path)
-        train, test = _split(_read(path, found.entries, headers, task), found.entries, hold_out, seed)
+        is_test = _held_out(everything := _read(path, found.entries, headers, task), found.entries, hold_out, seed)
+        train, test = everything.take(np.flatnonzero(~is_test)), everything.take(np.flatnonzero(is_test))
+        names = [str(entry) for entry, test_image in zip(found.entries, is_test, strict=True) if not test_image]
     else:
         dataset = load_dataset(source, image_size=task.image_size)
         _check_label_map(dataset, task)
         train, test = (_with_channels(part, task.channels, dataset.name) for part in (dataset.train, dataset.test))
+        names = [f"{source}: training image {number}" for number in range(len(train))]
     if not len(train):
         raise DataError("empty", f"{path} holds no images to train on")
-    return Client(name, train.images, train.labels, train.patients), test
+    return Client(name, train.images, train.labels, train.patients), test, names
 
 
 def check_site(client: Client, held_out: Split, classes: Sequence[str], accept: Sequence[str] = ()) -> list[str]:
@@ -99,15 +109,14 @@ def _read(path: Path, entries: Sequence[Entry], headers: Sequence[Header], task:
     return Split(as_channels(images, task.channels, str(path)), labels, *columns(entries))
 
 
-def _split(everything: Split, entries: Sequence[Entry], hold_out: float, seed: int) -> tuple[Split, Split]:
+def _held_out(everything: Split, entries: Sequence[Entry], hold_out: float, seed: int) -> np.ndarray:
+    """Which images are kept for testing."""
     if entries[0].split is not None:
-        is_test = np.array([entry.split == "test" for entry in entries])
-    elif hold_out == 0:
-        is_test = np.zeros(len(entries), bool)
-    else:
-        rng = seeds.numpy_rng(seed, "hold-out")
-        is_test = split_off_test(everything.labels, everything.patients, everything.sites, hold_out, rng)
-    return everything.take(np.flatnonzero(~is_test)), everything.take(np.flatnonzero(is_test))
+        return np.array([entry.split == "test" for entry in entries])
+    if hold_out == 0:
+        return np.zeros(len(entries), bool)
+    rng = seeds.numpy_rng(seed, "hold-out")
+    return split_off_test(everything.labels, everything.patients, everything.sites, hold_out, rng)
 
 
 def _check_label_map(dataset: Dataset, task: Task) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbicross.atomic import write_atomic
+from fedbicross.disclosure.policy import Policy, load_policy
 from fedbicross.errors import FedBiCrossError, UploadError
 from fedbicross.messages import Client, file_name
 from fedbicross.privacy import ledger
@@ -49,21 +51,34 @@ class Site:
         """Where the reply is put."""
         return self.settings.folder(self.federation) / "replies" / f"{file_name(self.name)}.safetensors"
 
+    def policy(self) -> Policy | None:
+        """The site's own rules on what may leave."""
+        return load_policy(Path(self.settings.policy)) if self.settings.policy else None
+
     def client(self) -> Client:
         """The site's training images, found fit to train on."""
+        return self.images()[0]
+
+    def images(self) -> tuple[Client, files.HeldOut]:
+        """The same, and what an audit needs."""
         agreed = self.federation
-        client, held_out = site_data.load_site(self.settings.data, agreed.task, self.name, agreed.hold_out, agreed.seed)
+        client, held_out, names = site_data.load_named(
+            self.settings.data, agreed.task, self.name, agreed.hold_out, agreed.seed
+        )
         accept = [code.strip() for code in self.settings.accept.split(",") if code.strip()]
         for warning in site_data.check_site(client, held_out, agreed.classes, accept):
             self.log.say(f"warning: {warning}")
-        return client
+        controls = Client(self.name, held_out.images, held_out.labels, held_out.patients)
+        return client, files.HeldOut(controls, names)
 
 
 def upload(site: Site, message: Message) -> Message:
     """The signed upload: trained once, afterwards read from the site's folder."""
-    key, device = site.settings.load_key(), site.settings.device
+    key, device, policy = site.settings.load_key(), site.settings.device, site.policy()
+    client, held_out = site.images()
     book = Path(site.settings.work) / ledger.NAME
-    data = files.make_upload(site.federation, site.client(), key, site.work, site.log, device=device, book=book)
+    options: dict[str, Any] = {"device": device, "book": book, "policy": policy, "held_out": held_out}
+    data = files.make_upload(site.federation, client, key, site.work, site.log, **options)
     site.log.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
     return Message(envelope.content({}, data), reply_to=message)
 

@@ -32,10 +32,10 @@ class MachineSettings(Settings):
     work: str = Field(description="folder for everything made here; each run has its own folder in it")
     device: str = Field("auto", description="auto, cpu, cuda or mps")
 
-    @field_validator("federation", "key", "work", "data", check_fields=False)
+    @field_validator("federation", "key", "work", "data", "policy", check_fields=False)
     @classmethod
     def _absolute(cls, value: str) -> str:
-        if not Path(value).is_absolute():
+        if value and not Path(value).is_absolute():
             raise ValueError("must be an absolute path")
         return value
 
@@ -58,6 +58,7 @@ class SiteSettings(MachineSettings):
 
     data: str = Field(description="the site's images: folder of class folders, CSV manifest or .npz")
     accept: str = Field("", description="findings of `fedbicross check` to go on in spite of, comma-separated codes")
+    policy: str = Field("", description="the site's policy.toml: what may leave; empty: no rules of its own")
 
     def name(self, federation: FederationFile) -> str:
         """Which site of the federation this is: the one that its key belongs to."""

@@ -595,9 +595,10 @@ def privacy(what: str, page: Path, root: Path) -> str:
         features = "all" if width == 10**9 else str(width)
         rows.append((noise, features, *(_mean_and_spread(cells.get(place, [])) for place in places)))
     seeds = len({row["seed"] for row in found["rows"]})
+    single = ", one seed without noise" if any("epsilon" not in row["settings"] for row in found["rows"]) else ""
     about = (
         f"Accuracy (balanced accuracy) in %, on {found['test_images']:,} images: {found['scored_on']}; mean ± standard "
-        f"deviation over {seeds} seeds of noise and partition, one seed without noise; δ = {found['delta']:g} for each "
+        f"deviation over {seeds} seeds of noise and partition{single}; δ = {found['delta']:g} for each "
         f"site. Raw results: [`{name}`]({link(file, page)}), torch {found['versions']['torch']}."
     )
     return f"{table(('ε', 'features', *places), rows, 'll' + 'r' * len(places))}\n\n{about}"

@@ -30,7 +30,7 @@ def sample_rate(images: int, batch: int) -> float:
 
     It stands in the manifest, where the exact rate would tell the exact number of images.
     """
-    return min(1.0, math.sqrt(2.0) ** math.ceil(2 * math.log2(batch / images)))
+    return min(1.0, math.pow(2.0, math.ceil(2 * math.log2(batch / images)) / 2))
 
 
 def steps_of_epoch(rate: float) -> int:

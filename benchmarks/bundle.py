@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fedbicross import models, seeds
-from fedbicross.bundle import UPLOAD, inspect, read_file, sign, unpack, validate, verify_signature
+from fedbicross.bundle import UPLOAD, check_signer, inspect, read_file, sign, unpack, validate
 from fedbicross.bundle.format import check_digests
 from fedbicross.bundle.keys import generate_key, public_text
 from fedbicross.context import Task
@@ -47,7 +47,9 @@ def make(path: Path) -> dict[str, str]:
 def verify(path: Path, allowed: dict[str, str]) -> bytes:
     """What a server does before it trusts a file: one read, header, signature, every digest."""
     data = read_file(path, UPLOAD)
-    verify_signature(data, allowed, UPLOAD)
+    header = inspect(data, UPLOAD)
+    check_signer(header, allowed)
+    check_digests(data, header)
     return data
 
 

@@ -19,7 +19,7 @@ from fedbicross.engine.device import normalise, to_device
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.norm import BNDistance
 from fedbicross.engine.recipe import Training
-from fedbicross.engine.train import train
+from fedbicross.engine.train import train_together, training
 from fedbicross.models import InitScheme
 from fedbicross.runs.environment import versions
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
@@ -34,7 +34,8 @@ def measure(architecture: str, scheme: InitScheme, data: Any, seed: int) -> list
     model = models.build(architecture, data.channels, len(data.classes), data.image_size)
     models.initialise(model, seeds.torch_rng(seed, "init"), scheme)
     split = data.train
-    trained = train(model, architecture, split.images, split.labels, None, RECIPE, seed=seed, stream=("inversion",))
+    given = (model, architecture, split.images, split.labels, None, RECIPE)
+    (trained,) = train_together([training(*given, seed=seed, stream=("inversion",))])
     model.load_state_dict(trained.state)
     real = normalise(to_device(data.test.images[:256], "cpu"))
     labels = balanced_labels(SETTINGS.batch, len(data.classes))

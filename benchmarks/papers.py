@@ -22,9 +22,10 @@ from typing import Any
 
 from fedbicross.report.tables import markdown
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, as_toml, cases, load_config
+from fedbicross.runs.config import RunConfig, cases, load_config
 from fedbicross.runs.progress import SECONDS_BETWEEN_LINES, PlainProgress
 from fedbicross.runs.store import DiskStore
+from fedbicross.settings import as_toml
 
 
 class Stamped(PlainProgress):

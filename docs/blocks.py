@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
@@ -14,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from docs import measured, stored
+from docs import benched, measured, stored, studies
 from docs.parts import Row, link, load, table
 
 LESSER = ("worst client (matched) %", "harms", "seconds")  # the verdict says in words whom a method harms
@@ -224,7 +226,7 @@ def _fields(cls: type[BaseModel], prefix: str = "") -> str:
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             continue
         default = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
-        shown = "none" if default is None else f"`{json.dumps(default)}`"
+        shown = "must be given" if info.is_required() else "none" if default is None else f"`{json.dumps(default)}`"
         rows.append((f"`{prefix}{name}`", _type(info.annotation) + _bounds(info), shown, info.description or ""))
     return table(("key", "type", "default", "meaning"), rows)
 
@@ -240,6 +242,8 @@ def _type(annotation: Any) -> str:
         inner = _type(arguments[0])
         return f"list of {inner}{'' if inner == 'text' or inner.startswith('one of') else 's'}"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))
@@ -258,11 +262,19 @@ def _configuration(_: str, page: Path, root: Path) -> str:
     from fedbicross.runs.config import RunConfig
 
     parts = ["### The run", "", _fields(RunConfig)]
-    for name, info in RunConfig.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            first = (info.annotation.__doc__ or "").strip().splitlines()[0].replace("``", "`")
-            parts += ["", f"### `[{name}]`", "", first, "", _fields(info.annotation, f"{name}.")]
+    for name, group in _groups(RunConfig):
+        first = (group.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+        parts += ["", f"### `[{name}]`", "", first, "", _fields(group, f"{name}.")]
     return "\n".join(parts)
+
+
+def _groups(cls: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, type[BaseModel]]]:
+    """Every table of settings in this one, those that may be left out too, with its name."""
+    for name, info in cls.model_fields.items():
+        for option in (info.annotation, *get_args(info.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield f"{prefix}{name}", option
+                yield from _groups(option, f"{prefix}{name}.")
 
 
 def _quick(_: str, page: Path, root: Path) -> str:
@@ -433,6 +445,15 @@ def _example(name: str, page: Path, root: Path) -> str:
     return f"```python\n{code}\n```\n\nThis is [`examples/{name}.py`]({link(root / 'examples' / f'{name}.py', page)})."
 
 
+def _function(words: str, page: Path, root: Path) -> str:
+    """The source of a function, or of a method, as it stands in a file of the package."""
+    path, name = words.split()
+    text = (root / "src" / "fedbicross" / path).read_text(encoding="utf-8")
+    (found,) = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == name)
+    code = textwrap.dedent(ast.get_source_segment(text, found, padded=True) or "")
+    return f"```python\n{code}\n```"
+
+
 MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "methods": _methods,
     "settings": _method_settings,
@@ -470,9 +491,13 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/cpu": measured.cpu,
     "benchmarks/gpu": measured.gpu,
     "poison": measured.poison,
+    "privacy": measured.privacy,
     "longer": measured.longer,
     "stages": measured.stages,
+    "bench": benched.overview,
+    "fedbicross-stages": studies.fedbicross_stages,
     "example": _example,
+    "function": _function,
     "configs": stored.configs,
     "stored": stored.results,
     "across": _across,

@@ -1,5 +1,5 @@
-"""The first half of ``make docs``: fill the generated blocks of the pages, draw the pictures and write the notebooks of
-the examples; Sphinx does the rest.
+"""The first half of ``make docs``: fill the generated blocks of the pages, draw the pictures, write the notebooks of
+the examples and the page of all benched cells; Sphinx does the rest.
 
 A block starts with ``<!-- generated: NAME -->`` and ends with ``<!-- end -->``; what stands between is replaced by
 what ``docs.blocks`` makes of NAME. ``--check`` writes nothing and exits with 1 if a block or picture is stale.
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from docs import blocks, notebooks, pictures
+from docs import benched, blocks, notebooks, pictures
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -33,7 +33,7 @@ def planned() -> dict[Path, str]:
     """What every page and picture should contain."""
     texts = {page: fill(page.read_text(encoding="utf-8"), page) for page in pages()}
     texts |= {ROOT / "docs" / "images" / name: text for name, text in pictures.all_pictures().items()}
-    return texts | notebooks.all_notebooks(ROOT)
+    return texts | notebooks.all_notebooks(ROOT) | benched.page(ROOT)
 
 
 def main() -> int:

@@ -6,11 +6,15 @@ stored result leads somewhere on the site as well as in the repository.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 
 import fedbicross
+from fedbicross.bench import publish, suite
 
 project = "fedbicross"
 author = "The fedbicross authors"
@@ -22,6 +26,7 @@ include_patterns = ["docs/**.md", "C*.md", "SECURITY.md", "configs/README.md", "
 exclude_patterns = [".venv", "data", "runs", "site"]  # large folders that need not be searched for pages
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["dollarmath"]
+smartquotes_action = "qe"  # not dashes: `--set` stays what one types
 myst_heading_anchors = 4  # GitHub's own
 
 autodoc_member_order = "bysource"
@@ -45,6 +50,17 @@ def mathml(translator: nodes.NodeVisitor, node: nodes.math | nodes.math_block) -
     raise nodes.SkipNode
 
 
+def table_of_cells(app: Sphinx, problem: Exception | None) -> None:
+    """The page of all benched cells, and the cells that it links to."""
+    out, cells = Path(app.outdir), Path(app.srcdir) / "results" / "bench" / "cells"
+    if problem is None and cells.is_dir():
+        shutil.copytree(cells, out / "results" / "bench" / "cells", dirs_exist_ok=True)
+        to = out / "docs" / "table.html"
+        names = [name for name in suite.builtin() if name != "smoke"]
+        publish.write(to, publish.render(names, "html", out / "results" / "bench", to), "html")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("build-finished", table_of_cells)
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))

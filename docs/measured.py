@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from docs.parts import Row, link, load, table
+from docs.parts import Row, link, load, read_stored, table
 
 
 def cpu(_: str, page: Path, root: Path) -> str:
@@ -130,8 +130,7 @@ AGAINST = {
 
 def bn_distance(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.inversion`: the batch-norm term as it is and over each layer's spread."""
-    file = root / "results" / "benchmarks" / "inversion.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/inversion.json")
     rows = [
         (
             row["architecture"],
@@ -187,8 +186,7 @@ def accuracy(_: str, page: Path, root: Path) -> str:
 
 def at_once(_: str, page: Path, root: Path) -> str:
     """Trainings at once and in turn: time, last losses, and whether all weights have the same bits."""
-    file = root / "results" / "benchmarks" / "at-once.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/at-once.json")
     rows = [
         (
             run["way"],
@@ -205,8 +203,7 @@ def at_once(_: str, page: Path, root: Path) -> str:
 
 def waiting(_: str, page: Path, root: Path) -> str:
     """A step alone and beside a neighbour that takes the same steps, for each way to wait."""
-    file = root / "results" / "benchmarks" / "waiting.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/waiting.json")
     rows = [
         (row["way"], f"{row['alone_ms']:.0f}", ", ".join(f"{ms:.0f}" for ms in row["at_once_ms"]))
         for row in found["rows"]
@@ -230,8 +227,7 @@ def waiting(_: str, page: Path, root: Path) -> str:
 
 def soak(_: str, page: Path, root: Path) -> str:
     """What `make soak` found: uploads made up, verbs killed, files damaged."""
-    file = root / "results" / "benchmarks" / "soak.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/soak.json")
     fuzz, versions = found["fuzz"], found["versions"]
     wrong = f"{fuzz['refused']:,} refused with a code, {fuzz['accepted']:,} accepted, {fuzz['tracebacks']} tracebacks"
     first = f"**Uploads made up**: {fuzz['cases']:,} through the checks of {fuzz['methods']} methods: {wrong}."
@@ -253,8 +249,7 @@ def soak(_: str, page: Path, root: Path) -> str:
 
 def suite(_: str, page: Path, root: Path) -> str:
     """The tests under every setting: counts and minutes."""
-    file = root / "results" / "benchmarks" / "suite.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/suite.json")
     rows = [
         (
             row["setting"],
@@ -273,8 +268,7 @@ def suite(_: str, page: Path, root: Path) -> str:
 
 def superseded(_: str, page: Path, root: Path) -> str:
     """Old values of results that were taken out, beside what has been made again."""
-    file = root / "results" / "benchmarks" / "superseded.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/superseded.json")
     rows: list[Row] = []
     for old in found["rows"]:
         stored = root / "results" / old["run"] / "results.json"
@@ -362,14 +356,16 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
         accuracy["the better alone"] = accuracy[gate["alone"]]
         shown = [100 * accuracy[method][protocol] for method, protocol in columns]
         data, partition, clients, seed = file.stem.split("-")
-        means.setdefault(f"{data}, {partition}, N = {clients}", []).append(shown)
+        epoch = found["config"]["training"]["select"]
+        means.setdefault(f"{data}, {partition}, N = {clients}, {epoch} epoch", []).append(shown)
         lower = [client for client in gate["clients"] if client["lost"] > client["won"]]
         harmed = [client for client in lower if client["interval"][1] < 0]
         name = f"[{data}, {partition}]({link(file, page)})"
-        rows.append((name, clients, seed, *(f"{v:.1f}" for v in shown), f"{len(lower)} / {len(harmed)}"))
-    titles = ("data, α", "N", "seed", *(f"{m}, {p.replace('_', '-')} %" for m, p in columns), "lower / harmed")
+        rows.append((name, clients, seed, epoch, *(f"{v:.1f}" for v in shown), f"{len(lower)} / {len(harmed)}"))
+    shares = (f"{method}, {protocol.replace('_', '-')} %" for method, protocol in columns)
+    titles = ("data, α", "N", "seed", "epoch", *shares, "lower / harmed")
     mean = [(name, len(v), *(f"{np.mean(one):.1f}" for one in zip(*v, strict=True))) for name, v in means.items()]
-    short = ("mean of", "seeds", *titles[3:-1])
+    short = ("mean of", "seeds", *titles[4:-1])
     versions = found["versions"]
     made = f"ResNet-18, {versions['device']}, torch {versions['torch']}; the last column counts clients."
     first = table(titles, rows, "l" + "r" * (len(titles) - 1))
@@ -403,8 +399,7 @@ def primum_estimated(_: str, page: Path, root: Path) -> str:
 
 def primum_no_counts(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.no_counts`: what is read off the networks, and what the teacher loses."""
-    file = root / "results" / "primum" / "no-counts.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "primum/no-counts.json")
     rows = [
         (
             row["alpha"],
@@ -424,8 +419,7 @@ def primum_no_counts(_: str, page: Path, root: Path) -> str:
 
 def primum_one_class(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.one_class`: the teacher with and without made-up outliers at hospitals with one class."""
-    file = root / "results" / "primum" / "one-class.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "primum/one-class.json")
     ways = list(found["rows"][0]["accuracy"])
     rows = [
         (row["partition"], row["seed"], row["lone"], row["clients"], *(f"{100 * row['accuracy'][w]:.1f}" for w in ways))
@@ -472,8 +466,7 @@ def primum_margins(_: str, page: Path, root: Path) -> str:
 
 def primum_development(_: str, page: Path, root: Path) -> str:
     """What primum's settings were chosen by."""
-    file = root / "results" / "primum" / "development.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "primum/development.json")
     teacher = [
         (entry["seed"], *(entry[by] for by in ("counts", "contrast", "root"))) for entry in found["teacher_weights"]
     ]
@@ -517,45 +510,33 @@ def threads(_: str, page: Path, root: Path) -> str:
 
 def house(_: str, page: Path, root: Path) -> str:
     """The size of the code before and after the rebuild, by `benchmarks.house`."""
-    file = root / "results" / "benchmarks" / "house.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    before, now, apart = found["before"], found["now"], found["new_modules"]
+    file, found = read_stored(root, "benchmarks/house.json")
+    before, now, commits = found["before"], found["now"], found["commits"]
 
     def lines(kind: str) -> tuple[str, ...]:
-        new, key = sum(feature[kind] for feature in found["new_lines"].values()), f"{kind}_lines"
-        return f"lines in `{kind}`", f"{before[key]:,}", f"{now[key]:,}", f"{new:,}", f"{now[key] - new:,}"
+        then, today, rebuilt = before[f"{kind}_lines"], now[f"{kind}_lines"], found["rebuilt_lines"][kind]
+        return f"lines in `{kind}`", f"{then:,}", f"{today:,}", f"{rebuilt:+,}", f"{today - then - rebuilt:+,}"
 
     def plain(title: str, of: Callable[[Mapping[str, Any]], object]) -> tuple[str, ...]:
         return title, str(of(before)), str(of(now)), "", ""
 
-    def alike(kind: str) -> tuple[str, ...]:
-        both = found["same_names"][kind]
-        title = f"lines of the {both['names']:,} functions and classes of `{kind}` with the same name in both"
-        return title, f"{both['before']:,}", f"{both['now']:,}", "", ""
-
     rows = [
         lines("src"),
         lines("tests"),
-        alike("src"),
-        alike("tests"),
-        ("modules", *(str(tree["modules"]) for tree in (before, now)), str(apart), str(now["modules"] - apart)),
+        plain("modules", lambda tree: tree["modules"]),
         plain("imports inside functions", lambda tree: tree["inner_imports"]),
         plain("lines of the longest method", lambda tree: "{1} (`{0}`)".format(*tree["longest_method"])),
         plain("files to read for stage 2 of FedBiCross", lambda tree: len(tree["stage_2"])),
         plain("modules that a run of FedBiCross imports", lambda tree: tree["run_imports"]),
         plain("modules of which it calls a function", lambda tree: tree["run_calls"]),
     ]
-    commits, by = found["commits"], found["by_commits"]
-    header = ("", f"before (`{commits['before']}`)", f"now (`{commits['now']}`)", "of which new", "without it")
-    changes = " and ".join(f"`{kind}` by {parts['rebuild']:+,} ({parts['others']:+,})" for kind, parts in by.items())
-    said = f"Commits of the rebuild changed {changes} lines, in brackets all others."
-    return f"{table(header, rows, 'lrrrr')}\n\n{said} Raw numbers: [`house.json`]({link(file, page)})."
+    header = ("", f"before (`{commits['before']}`)", f"now (`{commits['now']}`)", "by the rebuild", "by all else")
+    return f"{table(header, rows, 'lrrrr')}\n\nRaw numbers: [`house.json`]({link(file, page)})."
 
 
 def kernels(how: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.kernels`: the same run under other kernels and threads. ``short``: one sentence."""
-    file = root / "results" / "benchmarks" / "kernels.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/kernels.json")
     runs = {(run["setting"], run["seed"]): run for run in found["runs"]}
     settings = list(dict.fromkeys(setting for setting, _ in runs))
     seeds = sorted({seed for _, seed in runs if all((setting, seed) in runs for setting in settings)})
@@ -598,12 +579,47 @@ def kernels(how: str, page: Path, root: Path) -> str:
     return f"{table(head, rows, 'll' + 'r' * (1 + len(others)))}\n\n{made}"
 
 
+def privacy(what: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.privacy`: accuracy against ε, or by the number of random directions."""
+    name = f"{what}.json"
+    file = root / "results" / "privacy" / name
+    if not file.exists():
+        return "Not measured yet."
+    found = json.loads(file.read_text(encoding="utf-8"))
+    groups: dict[tuple[float, int], dict[str, list[Any]]] = {}
+    for row in found["rows"]:
+        settings = row["settings"]
+        key = (settings.get("epsilon") or float("inf"), settings["projection"] or 10**9)
+        groups.setdefault(key, {}).setdefault(row["sites"], []).append(row)
+    places = list(dict.fromkeys(row["sites"] for row in found["rows"]))
+    rows: list[Row] = []
+    for (epsilon, width), cells in sorted(groups.items(), reverse=True):
+        noise = "none" if epsilon == float("inf") else f"{epsilon:g}"
+        features = "all" if width == 10**9 else str(width)
+        rows.append((noise, features, *(_mean_and_spread(cells.get(place, [])) for place in places)))
+    seeds = len({row["seed"] for row in found["rows"]})
+    about = (
+        f"Accuracy (balanced accuracy) in %, on {found['test_images']:,} images: {found['scored_on']}; mean ± standard "
+        f"deviation over {seeds} seeds of noise and partition, one seed without noise; δ = {found['delta']:g} for each "
+        f"site. Raw results: [`{name}`]({link(file, page)}), torch {found['versions']['torch']}."
+    )
+    return f"{table(('ε', 'features', *places), rows, 'll' + 'r' * len(places))}\n\n{about}"
+
+
+def _mean_and_spread(rows: list[Any]) -> str:
+    if not rows:
+        return "–"
+    accuracy = 100 * np.array([row["accuracy"] for row in rows])
+    balanced = 100 * np.mean([row["balanced_accuracy"] for row in rows])
+    spread = f" ± {accuracy.std(ddof=1):.1f}" if len(rows) > 1 else ""
+    return f"{accuracy.mean():.1f}{spread} ({balanced:.1f})"
+
+
 def poison(what: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.poison`: attacks, personal models under them, or honest federations; and the rules."""
     if what == "rules":
         return _rules()
-    file = root / "results" / "benchmarks" / "poison.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
+    file, found = read_stored(root, "benchmarks/poison.json")
     return {"attacks": _attacks, "personal": _personal_under_attack, "honest": _honest}[what](found) + (
         f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)})."
     )
@@ -627,7 +643,7 @@ def _rules() -> str:
         (
             f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes",
             f"under {d.LEAST_AGREEMENT:g}",
-            f"counts for {d.UNHEARD:g} of its images where others know a class",
+            "left out",
         ),
     ]
     return table(("what is compared", "limit", "beyond it"), rows)

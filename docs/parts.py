@@ -28,3 +28,9 @@ def load(run: str, root: Path) -> dict[str, Any]:
     """The raw results of a stored run."""
     found: dict[str, Any] = json.loads((root / "results" / run / "results.json").read_text(encoding="utf-8"))
     return found
+
+
+def read_stored(root: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """A stored file below results/, and the JSON in it."""
+    file = root / "results" / name
+    return file, json.loads(file.read_text(encoding="utf-8"))

@@ -17,6 +17,10 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "methods on the plain and the fast path",
         "`python -m benchmarks.accuracy --set data.dir=DIR`",
     ),
+    "benchmarks/fedbicross-stages.json": (
+        "FedBiCross taken apart, stage by stage",
+        "`python -m benchmarks.fedbicross_stages --data-dir DIR`",
+    ),
     "benchmarks/at-once.json": ("trainings at once and in turn", "`python -m benchmarks.at_once`"),
     "benchmarks/cpu.json": ("speed of a processor", "`make bench`"),
     "benchmarks/gpu.json": (
@@ -45,6 +49,22 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "no command is kept; its configuration is in the file",
     ),
     "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
+    "privacy/cxr.json": (
+        "accuracy against ε for analytic on chest X-rays",
+        "`python -m benchmarks.privacy IMAGES --features DIR`",
+    ),
+    "privacy/cxr-development.json": (
+        "what the number of random directions was chosen by, on training images",
+        "`python -m benchmarks.privacy IMAGES --features DIR --develop`",
+    ),
+    "privacy/bloodmnist.json": (
+        "the same on bloodmnist",
+        "`python -m benchmarks.privacy bloodmnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
+    ),
+    "privacy/dermamnist.json": (
+        "the same on dermamnist",
+        "`python -m benchmarks.privacy dermamnist --data-dir DIR --size 28 --encoder-size 96 --features DIR`",
+    ),
     "primum/gates.json": (
         "primum's gate on the logits of its cells, and the margins it was chosen from",
         "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",
@@ -79,21 +99,29 @@ def results(_: str, page: Path, root: Path) -> str:
         if file.suffix not in (".json", ".csv"):
             continue
         name = file.relative_to(root / "results").as_posix()
+        if name.startswith("bench/"):  # hundreds of cells, each with the command that makes it on their own page
+            continue
         found = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else {}
         what, command = SPECIAL.get(name) or _run(name, found, described, root)
         rows.append((f"[{name}]({link(file, page)})", what, command, _machine(found)))
+    cells = root / "results" / "bench" / "cells"
+    if cells.is_dir():
+        what = f"{len(list(cells.rglob('*.json'))):,} cells of `fedbicross bench`, one file each"
+        rows.append(
+            (f"[bench/cells/]({link(cells, page)})", what, "`fedbicross bench run SUITE --out results/bench`", "")
+        )
     return table(("file", "what", "made by", "on"), rows)
 
 
 def _described(root: Path) -> dict[str, tuple[Path, Any]]:
     """Every run of configs/ by name: its file, and its configuration."""
-    from fedbicross.runs.config import cases, resolve
+    from fedbicross.runs.config import cases, load_config
 
     out: dict[str, tuple[Path, Any]] = {}
     for file in sorted((root / "configs").glob("*.toml")):
-        out |= {name: (file, resolve(file, case=name)) for name in cases(file)}
+        out |= {name: (file, load_config(file, case=name, check_machine=False)) for name in cases(file)}
         if not cases(file):
-            out[file.stem] = (file, resolve(file))
+            out[file.stem] = (file, load_config(file, check_machine=False))
     return out
 
 

@@ -45,21 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def real_data() -> Path:
-    """The folder of real images, or a skip."""
-    folder = Path(os.environ.get("FEDBICROSS_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip("no real images: set FEDBICROSS_DATA to a folder with MedMNIST files")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one tiny run by the command line, which tests read and copy."""
     folder = tmp_path_factory.mktemp("finished")
     outcome = call("run", config_file(folder), "--out", folder / "tiny")
     assert outcome.code == 0, outcome.err
     return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny networks gain nothing from a second thread and lose much where another process wants the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -51,7 +51,11 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
     },
     "falcon:released": {"epochs_generator": 3, "epochs_global": 2, "batch_global": 16},
     "fedpft": {"encoder": "tiny", "components": 3, "epochs": 3, "lr": 1e-2},
+    "fedpft:private": {"epsilon": 100.0},  # two dozen images are lost in the noise of more privacy
     "fedcgs": {"encoder": "tiny"},
+    "fedcgs:private": {"epsilon": 100.0},
+    "analytic": {"encoder": "tiny"},
+    "analytic:private": {"epsilon": 100.0},
     "fedlmg": {"images_per_class": 4, "steps": 3, "bn_steps": 1, "epochs": 2, "batch_synthesis": 12},
 }
 

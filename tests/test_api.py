@@ -75,7 +75,9 @@ def test_progress_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 
     heard = Heard()
     fedbicross.run(**SMALL, methods=["fedavg"], progress=heard)
-    assert heard.lines == ["== local_only, seed 0 (method 1 of 2)", "== fedavg, seed 0 (method 2 of 2)"]
+    read, *methods = heard.lines
+    assert read.startswith("data: cells, ") and "classes: basophil, eosinophil, " in read
+    assert methods == ["== local_only, seed 0 (method 1 of 2)", "== fedavg, seed 0 (method 2 of 2)"]
     assert capsys.readouterr().err == ""
     fedbicross.run(**SMALL, methods=["majority"], progress=False)
     assert capsys.readouterr().err == ""

@@ -19,6 +19,9 @@ def test_what_the_container_file_names_exists() -> None:
     for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE):
         *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources), line
+    copied = {source for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE) for source in line.split()[:-1]}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignored and {line[1:] for line in ignored if line.startswith("!")} == copied
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {extra for group in re.findall(r"\[([a-z,]+)\]'", TEXT) for extra in group.split(",")}
     assert extras == {"dicom", "nifti", "onnx", "flower"} and extras <= project["optional-dependencies"].keys()

@@ -81,7 +81,7 @@ def test_retraining_is_the_recipe_from_the_given_weights(epochs: int | None) -> 
     """Against SGD written out: its own batches, the first training's validation images, the whole schedule again."""
     ctx, (client, other) = tiny_context(**PLAIN, select="last"), tiny_clients(2)
     start = ctx.local_model(other).state
-    state = ctx.retrain(client, start, visit="shot-2", epochs=epochs)
+    state = ctx.models.retrain(client, start, visit="shot-2", epochs=epochs)
     model = models.build(*ctx.architecture)
     model.load_state_dict(start)
     model.train()
@@ -100,7 +100,7 @@ def test_retraining_is_the_recipe_from_the_given_weights(epochs: int | None) -> 
             optimiser.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value)
-    again = tiny_context(**PLAIN, select="last").retrain(client, start, visit="shot-3", epochs=epochs)
+    again = tiny_context(**PLAIN, select="last").models.retrain(client, start, visit="shot-3", epochs=epochs)
     assert not torch.equal(again["head.weight"], state["head.weight"]), "another visit has other batches"
 
 
@@ -109,7 +109,7 @@ def test_retraining_uploads_the_best_epoch_on_the_local_validation_images() -> N
     kept = {}
     for select in ("best", "last"):
         ctx = tiny_context(**{**PLAIN, "lr": 2.0, "epochs": 4}, select=select)  # a rate that ends badly
-        kept[select] = ctx.retrain(client, ctx.local_model(client).state, visit="shot-2")
+        kept[select] = ctx.models.retrain(client, ctx.local_model(client).state, visit="shot-2")
     assert not torch.equal(kept["best"]["head.weight"], kept["last"]["head.weight"])
 
 
@@ -117,14 +117,14 @@ def test_retraining_killed_at_any_epoch_ends_with_the_same_bytes(monkeypatch: py
     monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", -1.0)
     client = tiny_clients(1)[0]
     start = tiny_context(**PLAIN).local_model(client).state
-    whole = tiny_context(**PLAIN).retrain(client, start, visit="shot-2")
+    whole = tiny_context(**PLAIN).models.retrain(client, start, visit="shot-2")
 
     store = Mortal()
 
     def work() -> dict[str, torch.Tensor]:
         ctx = tiny_context(**PLAIN)
         ctx.store = store
-        return ctx.retrain(client, start, visit="shot-2")
+        return ctx.models.retrain(client, start, visit="shot-2")
 
     again = survive(store, 1, work)
     assert len(store.names) == 2, "a checkpoint after each epoch but the last"
@@ -134,7 +134,7 @@ def test_retraining_killed_at_any_epoch_ends_with_the_same_bytes(monkeypatch: py
 def test_weights_of_another_architecture_are_refused_by_name() -> None:
     ctx, (first, second) = mixed_context(epochs=1), tiny_clients(2)
     with pytest.raises(MethodError, match="client-1 has a vgg8") as caught:
-        ctx.retrain(second, ctx.local_model(first).state, visit="shot-2")
+        ctx.models.retrain(second, ctx.local_model(first).state, visit="shot-2")
     assert caught.value.code == "wrong_weights"
 
 
@@ -218,7 +218,7 @@ def test_checkpoints_of_shared_work_are_charged_as_shared_work_only(clock: Clock
 
     with ctx.measured("upload", "client-0"):
         clock.now += 2
-        assert ctx.shared("generator", tiny_clients(1)[0], {}, make) == b"made"
+        assert ctx.models.shared("generator", tiny_clients(1)[0], {}, make) == b"made"
         clock.now += 3
         ctx.save_stage("own", {}, {})
     assert [(e["event"], e["seconds"]) for e in events] == [("trained", 40), ("partial", 5), ("upload", 0)]

@@ -92,7 +92,9 @@ def test_many_rounds_equal_a_plain_loop_and_keep_only_the_newest() -> None:
     result = simulate(method, clients, ctx)
     state: Any = None
     for done in range(3):
-        visits = [tiny_context().train_further(c, state, epochs=1, first_epoch=done, total_epochs=3) for c in clients]
+        visits = [
+            tiny_context().models.train_further(c, state, epochs=1, first_epoch=done, total_epochs=3) for c in clients
+        ]
         state = average(visits, [len(c.labels) for c in clients])
     assert all(torch.equal(result["client-0"].states[0][name], value) for name, value in state.items())
     assert ctx.store.load("uploads/seed-0/method/round-002/client-0.safetensors") is None

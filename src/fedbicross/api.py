@@ -57,8 +57,13 @@ def run(
     :param training: of the clients, ``{"recipe": "modern", "epochs": 12}``
     :param data: further settings of the images, ``{"image_size": 64, "train_size": 1000}``
     :param seeds: one row for each method and seed
+    :param device: where to compute; ``"auto"`` takes a GPU if there is one
+    :param precision: of numbers; ``"auto"`` is bf16 on a GPU, fp32 elsewhere
+    :param deterministic: on a GPU, the same numbers every time, more slowly
+    :param threads: of the CPU; another number adds up in another order
     :param metric: what the verdict judges by
     :param quick: small settings that finish in minutes on two cores
+    :param name: the run's name in its results
     :param out: a folder to keep the run in; it gets a report there, and can be resumed
     :param overwrite: replace an earlier run in ``out``
     :param progress: show what is going on; or an object of your own with ``start`` and ``say``

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from fedbicross.models.encoders import EncoderSpec, load_encoder
 if TYPE_CHECKING:
     from fedbicross.context import Context
     from fedbicross.messages import Client
+    from fedbicross.privacy.noise import Noise
 
 
 class ClientModels:
@@ -153,8 +155,13 @@ class ClientModels:
             device=self.ctx.device,
             precision=self.ctx.precision,
             fast=self.ctx.fast,
+            noise=lambda epoch: self._noise("training", client.name, epoch),
             **options,
         )
+
+    def _noise(self, *names: str) -> Noise:
+        """As ``Context.noise``, from the seed of training."""
+        return replace(self.ctx, seed=self.ctx.training_seed, streams=()).noise(*names)
 
     def local_model_key(self, client: Client) -> str:
         """Content address: the same data, recipe, architecture and seed give the same network."""

@@ -6,10 +6,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fedbicross import models, seeds
+from fedbicross import models, privacy, seeds
 from fedbicross.bundle.format import canonical_json, pack, unpack
 from fedbicross.engine.recipe import Training
 from fedbicross.stages import Part, Stage
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedbicross.engine.workers import Workers
     from fedbicross.messages import Client
     from fedbicross.models.encoders import EncoderSpec
+    from fedbicross.privacy.noise import Noise
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,7 @@ class Task:
 
     def as_json(self) -> dict[str, Any]:
         """The task as it stands in a manifest."""
-        return {
-            "classes": list(self.classes),
-            "image_size": self.image_size,
-            "channels": self.channels,
-            "model": self.model,
-        }
+        return {**asdict(self), "classes": list(self.classes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Task:
@@ -210,6 +206,7 @@ class Context:
     event: Callable[..., None] = _no_event
     client_models: Mapping[str, str] = field(default_factory=dict)  # architecture by client; else the task's
     streams: tuple[str, ...] = ()  # prefix of the names of random streams and checkpoints: a later shot has its own
+    secret_noise: bool = False  # noise of private releases from the operating system: where real sites take part
     seconds_between_stages: float = 30.0
     _last_save: float = field(default_factory=time.monotonic)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -221,6 +218,10 @@ class Context:
     def torch_rng(self, *names: str, device: str = "cpu") -> torch.Generator:
         """A torch stream for a named purpose."""
         return seeds.torch_rng(self.seed, *self.streams, *names, device=device)
+
+    def noise(self, *names: str) -> Noise:
+        """The noise of a private release; in a simulation a named stream, which whoever knows the seed can draw."""
+        return privacy.noise.Secret() if self.secret_noise else privacy.noise.Stream(self.rng(*names))
 
     def at_shot(self, shot: int) -> Context:
         """The same context with random streams and checkpoints of this shot alone; the first has the plain ones."""
@@ -293,6 +294,13 @@ class Context:
             return self
         return replace(self, training=self.training.model_copy(update={"loss": loss}))
 
+    @property
+    def openly(self) -> Context:
+        """The same context whose clients train without differential privacy: for what never leaves them."""
+        if self.training.dp is None:
+            return self
+        return replace(self, training=self.training.model_copy(update={"dp": None}))
+
     def validation_rows(self, client: Client) -> np.ndarray:
         """Which of a client's images its own training held back."""
         return self.models.validation_rows(client)
@@ -305,26 +313,9 @@ class Context:
         """Train the clients' own networks ahead."""
         self.models.train_local_models(clients)
 
-    def train_further(
-        self, client: Client, start: Mapping[str, Tensor] | None, *, epochs: int, first_epoch: int, total_epochs: int
-    ) -> dict[str, Tensor]:
-        """A few more epochs of training from ``start``."""
-        counts = {"epochs": epochs, "first_epoch": first_epoch, "total_epochs": total_epochs}
-        return self.models.train_further(client, start, **counts)
-
-    def retrain(
-        self, client: Client, start: Mapping[str, Tensor], *, visit: str, epochs: int | None = None
-    ) -> dict[str, Tensor]:
-        """Local training once more from ``start``."""
-        return self.models.retrain(client, start, visit=visit, epochs=epochs)
-
     def features(self, source: Client | np.ndarray, spec: EncoderSpec) -> Tensor:
         """Tokens of images by a frozen encoder."""
         return self.models.features(source, spec)
-
-    def shared(self, kind: str, client: Client, settings: Mapping[str, Any], make: Callable[[], bytes]) -> bytes:
-        """Bytes that a client makes once and that methods share."""
-        return self.models.shared(kind, client, settings, make)
 
     def new_model(self, rng: torch.Generator, name: str | None = None) -> torch.nn.Module:
         """A freshly initialised network of the task's architecture, or of the one named."""

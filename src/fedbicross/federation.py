@@ -68,7 +68,8 @@ def simulate(
     if method.pools_data:
         return _simulate_pooled(method, clients, ctx)
     if ctx.fast and method.uses_local_models:
-        ctx.with_loss(method.loss).train_local_models(clients)
+        own = ctx if method.sends_only_the_network else ctx.openly
+        own.with_loss(method.loss).train_local_models(clients)
     done, replies = _newest_round(method, clients, ctx)
     if done:
         _end_round(method, clients, replies, done, ctx, after_round)  # a kill may have come before its end
@@ -315,7 +316,7 @@ def _load_records(ctx: Context, names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _kept(ctx: Context, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of these records that were made, now that all work is done; one that vanished would change the results."""
+    """The records that were made. One that was made and is gone is an error, since it would change the results."""
     found = {name: ctx.store.load(name) for name in names}
     for name, data in found.items():
         if data is None and ctx.store.lists(name):

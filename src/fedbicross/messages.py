@@ -13,6 +13,7 @@ from fedbicross import engine
 from fedbicross.bundle import pack, unpack, validate
 from fedbicross.context import Store, Task
 from fedbicross.errors import UploadError
+from fedbicross.privacy.statement import Statement
 from fedbicross.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class _UploadManifest(Settings):
     extra: dict[str, Any]
     run_id: str | None
     agreement: Agreement | None
+    privacy: Statement | None = None
 
 
 class _ReplyManifest(Settings):
@@ -105,6 +107,7 @@ class Upload:
     extra: Mapping[str, Any] = field(default_factory=dict)
     run_id: str | None = None  # of a federation between sites: a bundle of another run is refused
     agreement: Agreement | None = None  # likewise
+    privacy: Statement | None = None  # none: without differential privacy
     preprocessing: str = PREPROCESSING
 
     def pack(self) -> bytes:
@@ -119,6 +122,8 @@ class Upload:
             "run_id": self.run_id,
             "agreement": _plain(self.agreement),
         }
+        if self.privacy is not None:
+            info["privacy"] = self.privacy.model_dump()
         return pack("upload", self.tensors, info)
 
     @classmethod
@@ -161,6 +166,9 @@ class Reply:
         return not self.tensors and not self.info
 
 
+TABLES = ("class_weights", "constant", "log_prior", "referral")  # of a predictor, beside its networks
+
+
 @dataclass(frozen=True)
 class Predictor:
     """What a hospital ends with: one network, several and a rule to combine them, or a constant answer."""
@@ -185,10 +193,7 @@ class Predictor:
     def pack(self) -> bytes:
         """The bytes of the final model."""
         tensors = pack_states(self.states)
-        tensors |= {} if self.class_weights is None else {"class_weights": self.class_weights}
-        tensors |= {} if self.constant is None else {"constant": self.constant}
-        tensors |= {} if self.log_prior is None else {"log_prior": self.log_prior}
-        tensors |= {} if self.referral is None else {"referral": self.referral}
+        tensors |= {name: table for name in TABLES if (table := getattr(self, name)) is not None}
         info: dict[str, Any] = {"task": self.task.as_json(), "architectures": list(self.architectures)}
         info["combine"] = self.combine
         info |= {} if self.encoder is None else {"encoder": dict(self.encoder)}
@@ -202,7 +207,7 @@ class Predictor:
         manifest = validate.read_manifest(_PredictorManifest, info)
         architectures = tuple(manifest.architectures)
         states = unpack_states(tensors, len(architectures))
-        tables = {name: tensors.get(name) for name in ("class_weights", "constant", "log_prior", "referral")}
+        tables = {name: tensors.get(name) for name in TABLES}
         more: dict[str, Any] = {"encoder": manifest.encoder, "temperature": manifest.temperature, **tables}
         return cls(manifest.task, architectures, tuple(states), manifest.combine, **more)
 

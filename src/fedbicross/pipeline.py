@@ -20,14 +20,15 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Task
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method, check_needs, mixed_models_problem
+from fedbicross.methods.base import Method, check_needs, check_private_training, mixed_models_problem
 from fedbicross.parts.defence import Seen
 
 
 def make_upload(method: Method[Any], client: Client, ctx: Context, name: str, previous: Reply | None = None) -> Upload:
     """At the client: what leaves. ``previous`` is the reply of the round before, if any."""
+    check_private_training(method, ctx.training, method.name)
     with ctx.measured("upload", name):
-        return method.upload(client, ctx, previous)
+        return parts.private.of_training(method, method.upload(client, ctx, previous), client, ctx)
 
 
 def check_upload(method: Method[Any], upload: Upload, task: Task) -> None:

@@ -108,6 +108,20 @@ def test_a_picture_for_each_suite_and_budget(smoke: Path) -> None:
     assert "<figcaption>smoke, smoke</figcaption>" in text and "<figcaption>smoke, minute</figcaption>" in text
 
 
+def test_a_line_needs_two_sizes_of_a_hospital(smoke: Path) -> None:
+    groups = table.groups(table.stored_cells(["smoke"], smoke)[1])
+    assert charts.gains_by_size([group for group in groups if group.clients == 2], {}, "label") == ""
+
+
+def test_ticks_are_shortened_at_their_end_only() -> None:
+    assert [charts.WHOLE.sub("", name) for name in ("0.01 s", "1.00 s", "10.0 kB", "1.05 s")] == [
+        "0.01 s",
+        "1 s",
+        "10 kB",
+        "1.05 s",
+    ]
+
+
 def test_great_losses_do_not_flatten_the_others() -> None:
     drawn = charts.gain_lines({"a": [(0.0, -0.9)], "b": [(0.0, 0.01)]}, [(0.0, "x")], "", "", {"a": 0, "b": 1})
     assert "\u221290.0 points" in drawn and "<polygon" in drawn and "\u221250" not in drawn

@@ -34,6 +34,39 @@ def test_a_suite_stopped_early_holds_a_whole_small_table() -> None:
     assert len({c.key for c in cells}) == len(cells)
 
 
+def test_neighbours_of_one_name_are_one_sweep() -> None:
+    """All methods of a federation come together, also where they train alone in different ways."""
+    first = {**VALUES["sweep"][0], "seeds": [0, 1], "methods": ["fedavg"]}
+    second = {**first, "alone": ["local_head"], "methods": ["fedcgs"]}
+    cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [first, second]}))
+    methods = ["local_only", "fedavg", "local_head", "fedcgs"]
+    assert [(c.seed, c.method) for c in cells] == [(seed, method) for seed in (0, 1) for method in methods]
+    apart = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [first, {**second, "name": "two"}]}))
+    assert [c.seed for c in apart] == [0, 0, 1, 1] * 2
+
+
+def test_lists_and_settings_of_the_whole_suite() -> None:
+    lists, own = {"some": ["fedavg", "fedisca:ema"]}, {"fedisca": {"steps": 7, "temperature": 3.0}}
+    cells = make({"methods": ["dafl", "@some"], "method": {"fedisca": {"steps": 8}}}, lists=lists, method=own)
+    assert [c.method for c in cells] == ["local_only", "dafl", "fedavg", "fedisca:ema"]
+    config = cells[-1].config.build("fedisca:ema").config
+    assert (config.steps, config.temperature, config.epochs) == (8, 3.0, 1), "sweep over suite over budget"
+
+
+def test_ours_begins_with_the_smallest_table_worth_reading() -> None:
+    """Every method on Blood and Derma, five hospitals; one seed after the other."""
+    cells = suite.expand(*suite.load("ours"))
+    core = [c for c in cells if c.sweep == "core"]
+    assert core == cells[: len(core)]
+    federations = list(dict.fromkeys((c.seed, c.data, c.skew, c.clients) for c in core))
+    skews = ("dirichlet:0.1", "dirichlet:0.5", "iid")
+    assert federations == [(s, d, a, 5) for s in (0, 1, 2) for d in ("bloodmnist", "dermamnist") for a in skews]
+    for seed, data, skew, _ in federations:
+        found = {c.spec.partition(":")[0] for c in core if (c.seed, c.data, c.skew) == (seed, data, skew)}
+        assert found == set(METHODS)
+    assert len(core) == 18 * (3 + 17 + 1 + 4), "training alone and networks, and the same on features"
+
+
 def test_what_a_cell_runs() -> None:
     local, fedavg, fedisca = make()
     assert local.config.methods == ["local_only"] and local.is_alone
@@ -119,6 +152,11 @@ def first_sweep(**values: Any) -> dict[str, Any]:
         (first_sweep(alone=["fedavg"]), "no way of training alone"),
         (first_sweep(method={"fedbicros": {"steps": 3}}), "which does not run"),
         (first_sweep(metods=["fedavg"]), "unknown key .sweep.0.metods"),
+        ({"method": {"fedbicros": {"steps": 3}}}, "the suite: settings for 'fedbicros', which does not run"),
+        ({**first_sweep(methods=["@sone"]), "lists": {"some": ["fedavg"]}}, "no list 'sone'.*did you mean 'some'"),
+        ({**first_sweep(methods=["@some"]), "lists": ["fedavg"]}, "lists"),
+        ({**first_sweep(methods=["@some"]), "lists": {"some": "fedavg"}}, "no list 'some'"),
+        ({"sweep": [3]}, "sweep"),
         ({"data": {"a/b": {}}}, "no name for data"),
         ({"data": {"cells": {"dir": "elsewhere"}}}, "data.cells.dir"),
         ({"published": [{"table": "1", "columns": ["cells iid"], "rows": {}}]}, "data, partition and clients"),

@@ -232,13 +232,13 @@ def test_a_bench_killed_by_the_system(plain: tuple[list[Cell], Path], tmp_path: 
     assert rows(tmp_path) == rows(out)
 
 
-def _process(out: Path) -> subprocess.Popen[str]:
+def _process(out: Path, what: str = "work.run(make(MORE), Path(sys.argv[1]))") -> subprocess.Popen[str]:
     """Another process that makes the same cells."""
     code = (
         "import sys, torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from bench.small import make; from bench.test_work import MORE; from fedbicross.bench import work\n"
-        "print(len(work.run(make(MORE), Path(sys.argv[1])).made))"
+        f"print(len({what}.made))"
     )
     tests = str(Path(__file__).parents[1])
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
@@ -254,6 +254,63 @@ def test_two_processes_share_a_folder(plain: tuple[list[Cell], Path], tmp_path: 
     assert sum(made) == len(cells), "no cell twice"
     assert rows(tmp_path) == rows(out)
     assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.slow
+def test_workers_of_one_machine(
+    plain: tuple[list[Cell], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the cells, and one that dies is not missed."""
+    cells, out = plain
+    outcome = work.run_in_processes(cells, tmp_path / "both", workers=2)
+    assert sorted(outcome.made) == sorted(cell.key for cell in cells) and not outcome.failed and not outcome.left
+    assert rows(tmp_path / "both") == rows(out)
+    assert work.run_in_processes(cells, tmp_path / "later", workers=2, minutes=0).left == [c.key for c in cells]
+    said: list[str] = []
+    monkeypatch.setattr(work, "_worker", _dies_if_first)
+    outcome = work.run_in_processes(cells, tmp_path / "one", workers=2, progress=Told(said))
+    assert "worker 1 died; the others go on" in said and rows(tmp_path / "one") == rows(out)
+    with pytest.raises(RunError) as error:
+        work.run_in_processes(cells, tmp_path / "none", workers=1)
+    assert error.value.code == "workers_died"
+
+
+def test_what_one_worker_could_not_another_may_have_made(tmp_path: Path) -> None:
+    first, second, third = (cell.key for cell in make())
+    error = MethodError("broken", "it cannot")
+    one, other = work.Outcome([first], {second: error, third: error}, [], []), work.Outcome([second], {}, [], [third])
+    both = work._together([one, other], make(), tmp_path)
+    assert both.made == [first, second] and both.failed == {third: error} and both.left == []
+
+
+class Told(Silent):
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def _dies_if_first(*arguments: Any) -> Any:
+    if arguments[-1] == 1:
+        os._exit(9)
+    return work.run(arguments[0], arguments[1], suite=arguments[3])
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_parent_is_killed(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
+    cells, out = plain
+    with _process(
+        tmp_path, "work.run_in_processes(make(MORE), Path(sys.argv[1]), workers=2, keep_work=True)"
+    ) as process:
+        while not list(tmp_path.rglob("events.jsonl")) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+        process.communicate(timeout=120)  # the pipe ends when the workers, who inherited it, are gone
+    folders = [path.parent for path in tmp_path.rglob(".lock")]
+    assert folders and not any(RunFolder(folder).held() for folder in folders)
+    work.run(cells, tmp_path)
+    assert rows(tmp_path) == rows(out)
 
 
 def test_a_cell_that_somebody_else_is_at_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,14 +473,20 @@ def test_the_lock_is_that_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_cells(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
+def test_two_machines_of_ray_share_the_cells(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
+    """Two nodes of one processor each, as two machines would be: one worker on each."""
+    ray, utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
     cells, out = plain
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    small = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = utils.Cluster(initialize_head=True, head_node_args=small)
+    cluster.add_node(**small)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     try:
+        assert [node["Resources"]["CPU"] for node in ray.nodes()] == [1.0, 1.0]
         outcome = work.run_on_ray(cells, tmp_path)
         assert sorted(outcome.made) == sorted(cell.key for cell in cells) and not outcome.failed
         assert work.run_on_ray(cells, tmp_path / "later", minutes=0).left == [cell.key for cell in cells]
     finally:
         ray.shutdown()
+        cluster.shutdown()
     assert rows(tmp_path) == rows(out)

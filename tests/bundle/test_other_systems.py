@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import fedbicross
 from fedbicross.bundle import audit, keys, read_file
 from fedbicross.errors import ConfigError, RunError, UploadError
 from fedbicross.messages import file_name
 from fedbicross.runs.store import DiskStore
 
+SOURCE = Path(fedbicross.__file__).parent
+# The standard library's for Unix alone, and what `os` and `signal` have there alone.
+UNIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty")
+UNIX_CALLS = {"fork", "forkpty", "getuid", "geteuid", "setsid", "killpg", "mkfifo", "uname", "getpgid", "chown"}
+UNIX_CALLS |= {"SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "alarm", "setitimer", "sched_getaffinity", "statvfs"}
 POSIX_ONLY = ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_DIRECTORY", "SEEK_HOLE", "SEEK_DATA", "fchmod")
+
+
+def test_nothing_is_imported_or_called_that_only_unix_has() -> None:
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert not {alias.name for alias in node.names} & set(UNIX_MODULES), file
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module not in UNIX_MODULES, file
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used = node.attr if node.value.id in ("os", "signal") else None
+                asked = f'hasattr(os, "{used}")' in text  # first, whether it is there
+                assert used not in UNIX_CALLS or asked, (file, used)
+
+
+def test_everything_imports_where_those_modules_are_missing() -> None:
+    hidden = [name for name in UNIX_MODULES if name != "posix"]  # Python itself needs it here
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden})); import fedbicross.cli.app\n"
+        "print(sum(name.startswith('fedbicross') for name in sys.modules))"
+    )
+    everything = {**os.environ, "EAGER_IMPORT": "1"}  # of lazy_loader: nothing waits until it is used
+    done = subprocess.run([sys.executable, "-c", code], env=everything, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 150, "modules"
 
 
 @pytest.fixture

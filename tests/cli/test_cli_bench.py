@@ -49,6 +49,23 @@ def test_from_the_first_cell_to_the_page(tmp_path: Path) -> None:
     assert page.read_text() == edited, "a check writes nothing"
 
 
+@pytest.mark.slow
+def test_two_workers_and_the_way_home(tmp_path: Path) -> None:
+    out, file = tmp_path / "bench", tmp_path / "cells.jsonl.gz"
+    words = ("smoke", "--out", out, "--cells", "clients=3")
+    made = call("bench", "run", *words, "--workers", "2")
+    assert made.code == 0 and made.out.splitlines()[-1] == "smoke: 5 cells made"
+    assert call("bench", "run", *words, "--workers", "2").out.splitlines()[-1] == "smoke: 0 cells made"
+    assert call("bench", "pack", "smoke", "--out", out, "--to", file).out.startswith(f"5 cells in {file} (")
+    home = ("bench", "unpack", file, "--out", tmp_path / "home")
+    assert call(*home).out == "5 cells written, 0 kept as they were, 0 refused\n"
+    assert call(*home).out == "0 cells written, 5 kept as they were, 0 refused\n"
+    refused = call(*home, "ours")
+    assert refused.code == 4 and "error[cells_refused]" in refused.err and "none of the suites" in refused.err
+    table = [call("bench", "table", "smoke", "--out", where).out for where in (out, tmp_path / "home")]
+    assert table[0] == table[1] != "No cells are stored.\n"
+
+
 def test_stale_cells_are_shown(tmp_path: Path) -> None:
     words = ("smoke", "--out", tmp_path, "--cells", "clients=3,method=fedavg")
     call("bench", "run", *words)
@@ -71,6 +88,10 @@ def test_stale_cells_are_shown(tmp_path: Path) -> None:
         (("table", "smoke", "--check", "--to", "gone.md"), "page_unreadable", 4),
         (("table", "smoke", "--format", "pdf"), "usage", 2),
         (("run", "smoke", "--budget-minutes", "-1"), "usage", 2),
+        (("run", "smoke", "--workers", "0"), "usage", 2),
+        (("run", "smoke", "--workers", "2", "--engine", "ray"), "ray_or_workers", 2),
+        (("pack", "smoke", "--to", "cells.gz"), "nothing_to_pack", 4),
+        (("unpack", "gone.gz"), "pack_unreadable", 4),
     ],
 )
 def test_mistakes(words: tuple[str, ...], code: str, status: int, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def agreed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both sites have made their keys and the server has written the agreement."""
     root = tmp_path_factory.mktemp("join")
     (root / "server").mkdir()
+    (root / "post").mkdir()
     for number, name in enumerate(SITES):
         (root / name).mkdir()
         with chdir(root / name):
@@ -154,6 +155,11 @@ def test_status_names_what_is_wrong(sites: Path, tmp_path: Path) -> None:
     before = snapshot(sites)
     assert status(sites)["sites"][1]["upload"].startswith("refused, ") and snapshot(sites) == before
     assert "error[no_post]" in call("federation", "status", "--post", tmp_path / "nowhere").err
+    for words in (("client", "join", "--data", "images", "--name", "new"), ("federation", "init", "--classes", "a,b")):
+        (empty := tmp_path / f"empty-{words[1]}").mkdir()
+        with chdir(empty):
+            assert "error[no_post]" in call(*words, "--post", "nowhere").err, "a stick that is not plugged in"
+        assert not any(empty.iterdir()), "no folder is made in its place, and no key"
     (sites / "post" / "federation.toml").write_text("classes = [")
     assert "error[bad_toml]" in call("federation", "status", "--post", sites / "post").err
     (sites / "post" / "federation.toml").unlink()

@@ -58,6 +58,28 @@ def test_help_describes_every_argument_without_stray_signs(words: list[str]) -> 
         assert re.search(r"\s{2}[a-z`]\S* ", entry), f"{entry!r} is not described"
 
 
+@pytest.mark.parametrize("group", ["", "bench", "client", "data", "federation", "flower", "server"])
+def test_no_line_of_a_list_of_commands_is_cut_off(group: str) -> None:
+    shown = call(*group.split(), "--help").out
+    assert "..." not in shown.partition("Commands:")[2] and "Commands:" in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("cli", "client"),
+        ("run --methods fedavg,prim", "fedavg,primum"),
+        ("run --metric macro", "macro_auc"),
+        ("federation init --model resn", "resnet8"),
+        ("federation init --method ensemble:cons", "ensemble:consensus"),
+    ],
+)
+def test_tab_completes(typed: str, offered: str) -> None:
+    words = {"COMP_WORDS": f"fedbicross {typed}", "COMP_CWORD": str(len(typed.split()))}
+    shown = console(env={"_FEDBICROSS_COMPLETE": "complete_bash", **words})
+    assert shown.code == 0 and offered in shown.out.splitlines(), shown
+
+
 def test_no_verb_at_all_shows_the_help() -> None:
     outcome = call()
     assert "Usage:" in outcome.out + outcome.err
@@ -92,7 +114,7 @@ def test_a_mistyped_command_is_one_line(args: list[str], words: str) -> None:
         ("fedbicross re", ["resume", "report"]),
         ("fedbicross run --parti", ["--partition"]),
         ("fedbicross run --methods fedavg,prim", [f"fedavg,{name}" for name in method_names() if "primum" in name]),
-        ("fedbicross run --model resnet1", ["resnet18"]),
+        ("fedbicross run --model resnet1", ["resnet18", "resnet18_gn"]),
         ("fedbicross run --partition nat", ["natural"]),
         ("fedbicross run --data cel", ["cells"]),
         ("fedbicross list enc", ["encoders"]),

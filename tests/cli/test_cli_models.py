@@ -13,15 +13,18 @@ import pytest
 from PIL import Image
 
 from cli.console import CONFIG, call, config_file
-from data.scans import dicom
+from data.scans import dicom, nifti
 from fedbicross.context import Context
 from fedbicross.data import load_dataset
+from fedbicross.data.pictures import Reader
 from fedbicross.deploy import run_models
 from fedbicross.deploy.folder import load_model
 from fedbicross.messages import Predictor
 from fedbicross.parts.calibration import calibrate
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, read_toml
+from fedbicross.runs.config import RunConfig
+from fedbicross.runs.store import DiskStore
+from fedbicross.settings import read_toml
 from fedbicross.transport.site_data import read_files
 
 METHODS = '["local_only", "fedavg", "majority", "centralised"]'
@@ -80,6 +83,22 @@ def test_predictions_of_a_run_s_model(run: Path, images: Path, tmp_path: Path) -
     assert np.allclose(found, replace(model, temperature=1.0).probabilities(pixels), atol=2e-6)
 
 
+def test_a_volume_is_answered_slice_by_slice(run: Path, images: Path, tmp_path: Path) -> None:
+    client = json.loads((run / "partition.json").read_text())["partitions"]["0"]["clients"][0]
+    volume = nifti(tmp_path / "scan.nii.gz", np.random.default_rng(0).normal(100, 20, (16, 16, 12)).astype(np.float32))
+    png = next(path for path in images.iterdir() if path.suffix == ".png")
+    outcome = call("predict", png, volume, "--model", run, "--method", "fedavg", "--client", client, "--raw")
+    assert outcome.code == 0, outcome.err
+    rows = list(csv.DictReader(outcome.out.splitlines()))
+    slices = [header.slice for header in Reader().look(volume)]
+    assert len(slices) == 3
+    assert [row["image"] for row in rows] == [str(png), *(f"{volume} (slice {index})" for index in slices)]
+    model = replace(expected(run, "fedavg", client), temperature=1.0)
+    pixels = read_files([png, *((volume, index) for index in slices)], model.task)
+    found = np.array([[float(row[name]) for name in model.task.classes] for row in rows])
+    assert np.allclose(found, model.probabilities(pixels), atol=2e-6)
+
+
 def test_a_file_of_a_run_is_no_stranger_s_link(run: Path, images: Path) -> None:
     file = next((run / "models" / "seed-0" / "fedavg").iterdir())
     assert file.stat().st_nlink > 1
@@ -105,14 +124,14 @@ def test_which_model_is_asked_for(run: Path, images: Path, tmp_path: Path) -> No
     ):
         outcome = call(*base, *words)
         assert f"error[{code}]" in outcome.err and said in outcome.err, outcome.err
-    for name in ("config.toml", "partition.json"):
+    for name in ("config.toml", "partition.json", "SHA256SUMS"):
         shutil.copy(run / name, tmp_path / name)
     assert "error[no_models]" in call("predict", images, "--model", tmp_path).err
     (tmp_path / "models" / "seed-0" / "fedavg").mkdir(parents=True)
     words = ("--method", "fedavg", "--client", "client-0")
     assert "error[no_models]" in call("predict", images, "--model", tmp_path, *words).err
     for broken in ("{}", "[", '{"partitions": [1]}', '{"partitions": {"x": {"clients": []}}}'):
-        (tmp_path / "partition.json").write_text(broken)
+        DiskStore(tmp_path).write("partition.json", broken.encode())
         assert "error[not_a_run]" in call("predict", images, "--model", tmp_path, *words).err
 
 
@@ -162,16 +181,39 @@ def run_npz(folder: Path) -> Path:
 
 def test_without_its_data_a_model_is_used_uncalibrated(run: Path, images: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
-    text = (moved / "config.toml").read_text()
-    (moved / "config.toml").write_text(text.replace('name = "cells"', 'name = "nowhere/at/all"'))
+    text, store = (moved / "config.toml").read_text(), DiskStore(moved)
+    store.write("config.toml", text.replace('name = "cells"', 'name = "nowhere/at/all"').encode())
     words = ("--method", "fedavg", "--client", "client-0")
     outcome = call("predict", images, "--model", moved, *words)
     assert outcome.code == 0 and "note: the probabilities are not calibrated: " in outcome.err
-    (moved / "config.toml").write_text(text.replace("train_size = 300", "train_size = 200"))
+    store.write("config.toml", text.replace("train_size = 300", "train_size = 200").encode())
     assert "not those that" in call("predict", images, "--model", moved, *words).err
     (moved / "results.json").unlink()
     outcome = call("export", moved, *words, "--out", tmp_path / "x")
     assert "error[no_results]" in outcome.err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "partition.json", "results.json", "models/seed-0/fedavg/client-0.safetensors"]
+)
+def test_a_run_that_was_edited_or_damaged_is_refused_by_name(
+    name: str, run: Path, images: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "run"))
+    whole = (other / name).read_bytes()
+    # Text stays readable, so that nothing but the digest can tell.
+    changed = whole.replace(b"0.", b"1.", 1) if not name.startswith("models") else whole[:-1] + bytes([whole[-1] ^ 1])
+    (other / name).unlink()
+    (other / name).write_bytes(changed)
+    assert changed != whole
+    words = (other, "--method", "fedavg", "--client", "client-0", "--out", tmp_path / "x")
+    outcome = call("export", *words)
+    assert f"error[damaged]: {name}" in outcome.err and outcome.code == 4 and not (tmp_path / "x").exists()
+    predicted = call("predict", images, "--model", other, "--method", "fedavg", "--client", "client-0")
+    assert predicted.code == (0 if name == "results.json" else 4)  # which it does not read
+    (other / name).write_bytes(whole)
+    (other / "SHA256SUMS").unlink()
+    assert "error[no_digests]" in call("export", *words).err
 
 
 def test_too_few_validation_images(finished: Path, images: Path) -> None:

@@ -101,7 +101,8 @@ def test_quick_says_what_it_stands_for(tmp_path: Path) -> None:
     outcome = call("run", config_file(tmp_path), "--quick", *more, "--out", tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.err
     first = outcome.err.splitlines()[0]
-    assert first.startswith("quick settings") and "4000" in first and "'epochs': 8" in first
+    assert first.startswith("quick settings") and "model=resnet8, data.train_size=60, " in first
+    assert "training.epochs=1" in first, "what counts in the end, in the words of --set"
     assert outcome.json()["config"]["quick"] is True
     assert any("indicative" in warning for warning in outcome.json()["warnings"])
 

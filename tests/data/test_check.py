@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from fedbicross.data import check as doctor
+from fedbicross.data.folder import load_folder
 from fedbicross.data.grid import CELL, GAP, example_grid
 
 from .helpers import raises, toy
@@ -48,6 +49,14 @@ def test_copies_within_sets_and_contradictions():
     assert codes(facts(MANY, MANY, keys)) == {"copies_in_train": "warning", "copies_in_test": "warning"}
     keys[4] = keys[5]
     assert codes(facts(MANY, MANY, keys))["contradiction"] == "warning"
+
+
+def test_a_copy_in_the_other_set_does_not_hide_one_in_its_own():
+    keys = [str(i).encode() for i in range(60)]
+    keys[3] = keys[6] = keys[30] = keys[0]
+    found = {finding.code: finding.message for finding in doctor.judge(facts(MANY, MANY, keys))}
+    assert found["same_image_in_both"].startswith("1 test image ")
+    assert found["copies_in_train"].startswith("2 training images ") and "copies_in_test" not in found
 
 
 def test_blank_images_are_no_copies():
@@ -128,6 +137,27 @@ def test_the_brain_case_is_not_misread_and_refused(tmp_path):
         str(tmp_path / "Training" / "glioma_tumor" / "image(0).png"),
         str(tmp_path / "Testing" / "glioma_tumor" / "copy 0.bmp"),
     ]
+
+
+@pytest.mark.parametrize("outer", [("north", "south"), ("one/Training", "two/Training", "one/Testing", "two/Testing")])
+def test_classes_that_lie_inside_of_sites_or_sets_are_pointed_out(tmp_path, outer):
+    for number, folder in enumerate(outer):
+        for label in ("glioma", "none"):
+            for image in range(50):
+                noise(tmp_path / folder / label / f"{image}.png", hash((number, label == "none", image)) % 2**32)
+    (finding,) = doctor.check(tmp_path).findings
+    assert (finding.code, finding.level) == ("folders_in_every_class", "warning")
+    assert finding.message.endswith("glioma, none") and outer[0].partition("/")[0] in finding.hint
+    assert "glioma: are those the classes?" in load_folder(tmp_path).note
+
+
+def test_folders_of_patients_are_none_of_that(tmp_path):
+    for label in ("benign", "malignant"):
+        for image in range(50):
+            noise(tmp_path / label / f"{label} {image % 9}" / f"{image}.png", image + 100 * len(label))
+            noise(tmp_path / label / "film" / f"{image}.png", image + 200 * len(label))
+    assert doctor.check(tmp_path).findings == []
+    assert load_folder(tmp_path).note == "own images"
 
 
 def test_everything_that_cannot_be_read_is_listed(tmp_path):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pkgutil
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from fedbicross.bundle.format import canonical_json
@@ -72,6 +71,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "methods"], ids=lambda page: page.stem)
+def test_functions_that_the_page_of_a_method_names_are_there(page: Path) -> None:
+    for name in re.findall(r"`((?:engine|methods|models|parts|steps)\.[\w.]+)`", page.read_text(encoding="utf-8")):
+        assert pkgutil.resolve_name(f"fedbicross.{name}") is not None
 
 
 @pytest.mark.parametrize(
@@ -144,15 +149,6 @@ def test_getting_started_can_be_followed(
     assert ran >= 8
     assert (tmp_path / "runs/first/report.html").exists()
     assert (tmp_path / "grid.png").exists()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny networks gain nothing from a second thread and lose much where another process wants the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw_photos(folder: Path) -> None:

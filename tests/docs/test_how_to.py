@@ -27,7 +27,7 @@ def blocks() -> list[tuple[str, list[str]]]:
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"(?:<!-- test: ([^>]*?) -->\n)?```bash\n(.*?)```", text, flags=re.DOTALL)
     assert all(marker for marker, _ in found), "every shell block says who runs it"
-    return [(marker, block.strip().splitlines()) for marker, block in found]
+    return [(marker, block.replace("\\\n", " ").strip().splitlines()) for marker, block in found]
 
 
 def follow(line: str, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""How networks speak with one voice, against loops over images, classes and clients; mean rules: test_distill.py."""
+"""How the answers of networks are combined, against loops over images, classes and clients."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def log_softmax(row: list[float]) -> list[float]:
     return [value - largest - math.log(total) for value in row]
 
 
+def softmax(row: list[float]) -> list[float]:
+    return [math.exp(value) for value in log_softmax(row)]
+
+
 def slow_consensus(
     logits: list[list[list[float]]], weights: list[list[float]], temperature: float, prior: list[float]
 ) -> list[list[float]]:
@@ -46,6 +50,22 @@ def slow_consensus(
         total = sum(math.exp(score / temperature) for score in scores.values())
         out.append([math.exp(scores[c] / temperature) / total if c in scores else 0.0 for c in range(len(prior))])
     return out
+
+
+def test_means_and_class_weights_equal_loops() -> None:
+    logits = numbers(2, 3, 4)
+    weights = class_weights(torch.tensor([[3, 0, 1, 0], [1, 5, 1, 0]]))
+    assert weights.tolist() == [[0.75, 0.0, 0.5, 0.0], [0.25, 1.0, 0.5, 0.0]]
+    mean_logits = combine_logits(logits, "mean_logits", 5.0)
+    mean_probs = combine_logits(logits, "mean_probs", 5.0)
+    weighted = combine_logits(logits, "class_weighted", 5.0, weights)
+    for b in range(3):
+        softened = [softmax((logits[i, b] / 5).tolist()) for i in range(2)]
+        assert mean_logits[b].tolist() == pytest.approx(softmax((logits[:, b].mean(0) / 5).tolist()))
+        assert mean_probs[b].tolist() == pytest.approx([(softened[0][c] + softened[1][c]) / 2 for c in range(4)])
+        raw = [sum(weights[i, c].item() * softened[i][c] for i in range(2)) for c in range(4)]
+        assert weighted[b].tolist() == pytest.approx([value / sum(raw) for value in raw])
+        assert weighted[b, 3] == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
@@ -88,8 +108,9 @@ def test_who_is_sure_of_something_else_has_a_veto() -> None:
 
 def test_answers_stay_finite_where_every_expert_is_sure_of_another() -> None:
     logits = torch.tensor([[[0.0, 3e4]], [[3e4, 0.0]]])
-    for weights in (torch.eye(2), torch.full((2, 2), 0.5)):
-        found = combine_logits(logits, "consensus", 1.0, weights)
+    rules = [("consensus", torch.eye(2)), ("consensus", torch.full((2, 2), 0.5)), ("class_weighted", torch.eye(2))]
+    for how, weights in rules:
+        found = combine_logits(logits, how, 1.0, weights)  # type: ignore[arg-type]
         assert found.isfinite().all() and torch.allclose(found, torch.full((1, 2), 0.5))
 
 
@@ -98,6 +119,17 @@ def test_rules_by_class_need_class_weights(how: str) -> None:
     with pytest.raises(MethodError, match=how) as caught:
         combine_logits(numbers(2, 3, 3), how, 1.0)  # type: ignore[arg-type]
     assert caught.value.code == "no_class_counts"
+
+
+def test_class_weights_need_counts_which_noise_may_have_made_negative() -> None:
+    with pytest.raises(MethodError, match="no_class_counts"):
+        class_weights(torch.zeros(2, 3))
+    assert class_weights(torch.tensor([[0.5, -1.0], [0.5, 2.0]])).tolist() == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def test_an_unknown_rule_fails_loudly() -> None:
+    with pytest.raises(AssertionError):
+        combine_logits(numbers(2, 3, 4), "median", 1.0)  # type: ignore[arg-type]
 
 
 # --- counts and priors ------------------------------------------------------------------------------------

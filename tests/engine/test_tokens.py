@@ -85,7 +85,7 @@ def test_every_image_is_encoded_once_whatever_array_it_is_in(seen: list[int]) ->
     assert seen == [2] * 5
     seen.clear()
     assert torch.equal(token_sequences(images[[0, 6]], SPEC, store=store), plain[[0, 6]])
-    assert torch.equal(token_sequences(images[:5], SPEC.whole_image, store=store), plain[:5, :1])
+    assert torch.equal(token_sequences(images[:5], EncoderSpec(SPEC.name, SPEC.size), store=store), plain[:5, :1])
     assert seen == [], "the whole image is one of the views"
     assert token_sequences(images[:0], SPEC, store=store).shape == (0, 5, 128)
 

@@ -10,7 +10,15 @@ from fedbicross import models
 from fedbicross.context import MemoryStore
 from fedbicross.engine import train as module
 from fedbicross.engine.recipe import Training
-from fedbicross.engine.train import Trained, balancing_shift, epoch_batches, split_validation, train, turn_and_mirror
+from fedbicross.engine.train import (
+    Trained,
+    balancing_shift,
+    epoch_batches,
+    split_validation,
+    train_together,
+    training,
+    turn_and_mirror,
+)
 from fedbicross.errors import MethodError
 from fedbicross.seeds import torch_rng
 from small import tiny_clients
@@ -22,6 +30,10 @@ def fresh(seed: int = 0) -> torch.nn.Module:
     model = models.build("resnet8", 3, 3, 12)
     models.initialise(model, torch_rng(seed, "init"))
     return model
+
+
+def train(*given: Any, **options: Any) -> Trained:
+    return train_together([training(*given, **options)])[0]
 
 
 def run(recipe: Training = RECIPE, **options: Any) -> Trained:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def with_ray(sites: Sites, uploads: dict[str, bytes], work: Path, said: Said, wo
     return fuse(sites, uploads, work, progress=said, engine="ray", workers=workers)
 
 
+def at_step(number: int, act: Callable[..., None], patch: pytest.MonkeyPatch) -> None:
+    """Have ``act`` called in this step of the server, in place of a checkpoint."""
+    steps = count(1)
+
+    def due(self: Context, name: str, state: Any) -> None:
+        if next(steps) == number:
+            act(self, name, state)
+
+    patch.setattr(Context, "save_stage_when_due", due)
+
+
 # --- the same result ------------------------------------------------------------------------------------------
 
 
@@ -100,17 +112,13 @@ def test_broken_off_in_the_middle_either_engine_goes_on(
     ray: Any, fused: Any, first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites, uploads, expected = fused
-    calls = 0
 
-    def due(self: Context, name: str, state: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 15:  # in the second trajectory, inside a chunk
-            self.save_stage(name, *state())
-            raise KeyboardInterrupt
+    def stop(ctx: Context, name: str, state: Any) -> None:
+        ctx.save_stage(name, *state())
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "save_stage_when_due", due)
+        at_step(15, stop, patch)  # in the second trajectory, inside a chunk
         with pytest.raises(KeyboardInterrupt):
             fuse(sites, uploads, tmp_path, engine=first)
     assert list((tmp_path / "stages").rglob("*.safetensors")), "a checkpoint is there"
@@ -125,16 +133,7 @@ def test_the_server_goes_on_without_a_lost_worker(
     ray: Any, fused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites, uploads, expected = fused
-    calls = 0
-
-    def due(self: Context, name: str, state: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:  # before it is asked for its last trajectory
-            assert self.workers is not None
-            ray.kill(self.workers.actors[0])
-
-    monkeypatch.setattr(Context, "save_stage_when_due", due)
+    at_step(5, lambda ctx, *rest: ray.kill(ctx.workers.actors[0]), monkeypatch)  # before its last trajectory
     said = Said()
     assert with_ray(sites, uploads, tmp_path, said) == expected
     assert "a Ray worker is gone; the server makes the rest of its trajectory" in said.lines

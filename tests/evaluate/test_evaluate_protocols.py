@@ -29,6 +29,22 @@ def test_submodules_load_without_torch_and_the_names_without_numpy():
     assert protocols.PROTOCOLS == PROTOCOLS == ("global", "matched", "label_set")
 
 
+def test_a_thousand_classes_do_not_fill_the_disk():
+    """With confusion matrices every client of a row would take megabytes, and a run hundreds of them."""
+
+    def scores(classes):
+        rng = np.random.default_rng(0)
+        labels = rng.integers(0, classes, 2 * classes)
+        test = TestSet(labels, np.zeros(len(labels), int))
+        return score_client(rng.dirichlet(np.ones(classes), len(labels)), test, 0, np.ones(classes, int))
+
+    found = scores(1000)
+    assert len(json.dumps(found)) < 5_000
+    assert set(found["confusion"].values()) == {None}
+    assert found["accuracy"]["matched"] is not None
+    assert np.shape(scores(protocols.MOST_CLASSES)["confusion"]["global"]) == (protocols.MOST_CLASSES,) * 2
+
+
 def test_masks_by_hand():
     masks = subsets(TEST, 0, np.array([5, 0, 1]))
     assert list(masks) == list(PROTOCOLS)

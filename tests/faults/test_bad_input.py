@@ -399,6 +399,19 @@ def keep_last_line(outcome: Outcome) -> Outcome:
 # --- a full disk --------------------------------------------------------------------------------------------------
 
 
+def with_small_files(most: int, *words: object) -> Outcome:
+    """A process of its own that can write no file of more bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY, *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+        check=False,
+    )
+    return keep_last_line(Outcome(done.returncode, done.stdout, done.stderr))
+
+
 def test_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_file(tmp_path)
 
@@ -413,20 +426,8 @@ def test_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_full_in_the_middle_then_resumed(finished: Path, tmp_path: Path) -> None:
     """Files of over 100 kB cannot be written, as with a quota; the network has 300 kB."""
-
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
     config, out = config_file(tmp_path), tmp_path / "tiny"
-    done = subprocess.run(
-        [sys.executable, "-c", ENTRY, "run", str(config), "--out", str(out)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=small_files,
-        check=False,
-    )
-    outcome = keep_last_line(Outcome(done.returncode, done.stdout, done.stderr))
+    outcome = with_small_files(100_000, "run", config, "--out", out)
     is_refusal(outcome, FOLDER, "cannot_write")
     assert f"`fedbicross resume {out}`" in outcome.err
     assert not list(out.rglob(".tmp-*"))
@@ -511,18 +512,8 @@ def test_interrupted_download(half: str, tmp_path: Path) -> None:
 
 
 def test_download_to_a_full_disk(half: str, tmp_path: Path) -> None:
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-
-    done = subprocess.run(
-        [sys.executable, "-c", ENTRY, "data", "fetch", "bloodmnist", "--data-dir", str(tmp_path / "d"), "--url", half],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=small_files,
-        check=False,
-    )
-    is_refusal(keep_last_line(Outcome(done.returncode, done.stdout, done.stderr)), DATA, "cannot_write")
+    words = ("data", "fetch", "bloodmnist", "--data-dir", tmp_path / "d", "--url", half)
+    is_refusal(with_small_files(100, *words), DATA, "cannot_write")
     assert not (tmp_path / "d" / "bloodmnist.npz").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from faults.toy_bundle import refusal, trained_like
-from fedbicross.bundle import sign, verify_signature
+from fedbicross.bundle import check_signer, inspect, sign
 from fedbicross.bundle.keys import generate_key, public_text
 from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import simulate
@@ -33,7 +33,7 @@ def carried(upload: Upload) -> Upload:
     """Signed, carried and opened again."""
     key = generate_key()
     data = sign(upload.pack(), key)
-    assert verify_signature(data, {upload.client: public_text(key)}) == upload.client
+    assert check_signer(inspect(data), {upload.client: public_text(key)}) == upload.client
     return Upload.unpack(data)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from faults.toy_bundle import ALLOWED, RUN, key, receive, refusal, toy, toy_tensors, toy_upload
-from fedbicross.bundle import audit, format, inspect, keys, pack, read_file, sign, unpack, validate, verify_signature
+from fedbicross.bundle import audit, check_signer, format, inspect, keys, pack, read_file, sign, unpack, validate
 from fedbicross.bundle.format import canonical_json, encode_header, with_metadata
 from fedbicross.errors import ConfigError, FedBiCrossError, RunError
 from fedbicross.messages import MANIFESTS, Reply, Upload
@@ -142,14 +142,14 @@ def test_an_upload_as_a_reply_and_the_other_way_round() -> None:
 
 def test_a_reply_to_somebody_else_or_of_another_run() -> None:
     data = sign(Reply(toy_tensors(), {}, "north", RUN).pack(), key("server"))
-    assert verify_signature(data, {"server": keys.public_text(key("server"))}) == "server"
+    assert check_signer(inspect(data), {"server": keys.public_text(key("server"))}) == "server"
     reply = Reply.unpack(data)
     validate.check_client(reply.client, "north")
     validate.check_run(reply.run_id, RUN)
     for found, expected in ((reply.client, "south"), (None, "south"), (5, "south"), (["south"], "south")):
         assert refusal(lambda f=found, e=expected: validate.check_client(f, e)) == "wrong_client"
     assert refusal(lambda: validate.check_run(reply.run_id, "run-8")) == "wrong_run"
-    assert refusal(lambda: verify_signature(data, ALLOWED)) == "unknown_key", "a client cannot write replies"
+    assert refusal(lambda: check_signer(inspect(data), ALLOWED)) == "unknown_key", "a client cannot write replies"
 
 
 def audit_digest(data: bytes) -> str:
@@ -193,7 +193,7 @@ def check_forged_text(text: str, at_the_server: str = "signature") -> None:
     metadata = {format.MANIFEST: text, format.SIGNER: header.signer, format.SIGNATURE: header.signature}
     forged = encode_header(metadata, table)[0] + body
     assert inspect(forged).text == text, "well-formed but for the signature"
-    assert refusal(lambda: verify_signature(forged, ALLOWED)) == "signature"
+    assert refusal(lambda: check_signer(inspect(forged), ALLOWED)) == "signature"
     assert refusal(lambda: receive(forged)) == at_the_server
 
 

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +34,8 @@ from fedbicross.messages import Client, Predictor
 from fedbicross.methods import METHODS, create
 from fedbicross.methods.base import Method
 from small import TINY_METHODS, tiny_clients, tiny_context
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {  # whatever of these a method has: seconds instead of hours
     "rounds": 2,
@@ -78,14 +79,6 @@ def run_small(name: str, clients: list[Client], ctx: Context) -> tuple[dict[str,
 
 def packed(predictors: dict[str, Predictor]) -> dict[str, bytes]:
     return {name: predictor.pack() for name, predictor in predictors.items()}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- surroundings -------------------------------------------------------------------------------------------------
@@ -296,13 +289,6 @@ def test_a_client_without_images_takes_no_part(tmp_path: Path) -> None:
 
 
 # --- two at once, and Ctrl-C --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield forge
-    forge.close()
 
 
 def stopped(pid: int) -> bool:

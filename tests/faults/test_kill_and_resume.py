@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +27,6 @@ class Undisturbed:
     config: Path
     out: Path
     writes: int
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    forge = Forge(tmp_path_factory.mktemp("forge") / "log")
-    yield forge
-    forge.close()
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,11 @@ def plain(
     train = torch.tensor([i for i in range(12) if i not in held])
     for number in range(config.trajectories):
         images = [slow.synthesise(teachers[k], config, ctx, k, number)[0] for k in range(count)]
+        if config.validation_batch == "other":
+            later = number + config.trajectories
+            others = [slow.synthesise(teachers[k], config, ctx, k, later)[0] for k in range(count)]
+        else:
+            others = images
         adapted = [
             slow.by_moving_average(teachers[k], images[k][::-1], config.momentum_adaptation)
             if config.adaptation == "ema"
@@ -101,19 +106,18 @@ def plain(
         ]
         for t in range(1, config.steps + 1):
             lam, lr = 1 - t / config.steps, slow.rate(config, number * config.steps + t - 1, total)
-            # The teachers see the whole batch; it is split afterwards.
-            noisy = [slow.mean_logits(adapted[k], images[k][t - 1]) for k in range(count)]
-            clean = [slow.mean_logits(teachers[k], images[k][t - 1]) for k in range(count)]
 
-            def loss_of(answer: Tensor, k: int, rows: Tensor, noisy=noisy, clean=clean, lam=lam) -> Tensor:
-                hot = slow.divergence(noisy[k][rows], answer, config.temperature)
-                return lam * hot + (1 - lam) * slow.divergence(clean[k][rows], answer, config.temperature)
+            # The teachers see the whole batch; it is split afterwards.
+            def loss_of(answer: Tensor, k: int, x: Tensor, rows: Tensor, adapted=adapted, lam=lam) -> Tensor:
+                noisy, clean = slow.mean_logits(adapted[k], x)[rows], slow.mean_logits(teachers[k], x)[rows]
+                hot = slow.divergence(noisy, answer, config.temperature)
+                return lam * hot + (1 - lam) * slow.divergence(clean, answer, config.temperature)
 
             for k, model in enumerate(students):
                 w = weights[k].clone().requires_grad_(True)
                 leaves = {name: p.detach().requires_grad_(True) for name, p in model.params.items()}
                 mixture = sum(
-                    w[j] * loss_of(model.answer(leaves, images[j][t - 1][train], j == k), j, train)
+                    w[j] * loss_of(model.answer(leaves, images[j][t - 1][train], j == k), j, images[j][t - 1], train)
                     for j in range(count)
                 )
                 gradients = torch.autograd.grad(mixture, list(leaves.values()), create_graph=True)
@@ -122,7 +126,8 @@ def plain(
                     momentum[name] = config.momentum * model.momentum[name] + gradient + config.weight_decay * p
                     moved[name] = p - lr * momentum[name]
                 if config.weights == "bilevel" and count > 1:
-                    validation = loss_of(model.answer(moved, images[k][t - 1][held], False), k, held)
+                    x = others[k][t - 1]
+                    validation = loss_of(model.answer(moved, x[held], False), k, x, held)
                     (slope,) = torch.autograd.grad(validation, w)  # through the update: second order
                     slope = slope / lr  # η_w is relative to η_G
                     if config.unit_hypergradient:
@@ -142,6 +147,7 @@ def plain(
         ("fedbicross", {"unit_hypergradient": False, "lr_weights": 0.02}),
         ("fedbicross", {"clusters": 3, "lr_weights": 0.03, "schedule": "step"}),
         ("fedbicross:ema", {"unit_hypergradient": False, "lr_weights": 0.02}),
+        ("fedbicross:other_batch", {"unit_hypergradient": False, "lr_weights": 0.02}),
         ("fedbicross:uniform", {"validation_share": 0.0}),
     ],
 )
@@ -327,6 +333,21 @@ def test_personal_models_differ_between_clients_of_a_cluster(uploads: list[Uploa
     first, third = (method.personalize(clients[i], replies[i], ctx).states[0]["head.weight"] for i in (0, 2))
     assert not torch.equal(first, third)
     assert not torch.equal(first, replies[0].tensors["head.weight"])
+
+
+def test_starting_from_the_own_model_keeps_its_architecture(uploads: list[Upload], trained: Context) -> None:
+    ctx, client = replace(trained), two_camps()[0]
+    reply = bench().fuse(uploads, ctx)[0]
+    untouched = bench("fedbicross:own_start", personalisation=True, epochs_personal=0).personalize(client, reply, ctx)
+    own = ctx.local_model(client).state
+    assert untouched.architectures == (ctx.model_of(client),)
+    assert all(torch.equal(untouched.states[0][name], value) for name, value in own.items())
+
+
+def test_what_differs_at_the_client_alone_is_fused_once() -> None:
+    method = bench("fedbicross:own_start")
+    at_server = {"clusters", "weights", "lr", "validation_batch", "trajectories"}
+    assert method.at_client < set(type(method.config).model_fields) and not method.at_client & at_server
 
 
 @pytest.mark.slow

@@ -8,18 +8,13 @@ import torch
 
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, UploadError
-from fedbicross.federation import simulate
-from fedbicross.messages import Client, Reply, Upload
+from fedbicross.federation import pooled, simulate
+from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
-from fedbicross.methods.fedcgs import FedCGS
 from fedbicross.parts.pooled import features
 from small import tiny_clients, tiny_context
 
 TINY = {"fedcgs": {"encoder": "tiny"}}
-
-
-def pooled(clients: list[Client]) -> Client:
-    return Client("pooled", np.concatenate([c.images for c in clients]), np.concatenate([c.labels for c in clients]))
 
 
 def dealt(everyone: Client, owner: np.ndarray) -> list[Client]:
@@ -30,15 +25,8 @@ def dealt(everyone: Client, owner: np.ndarray) -> list[Client]:
     ]
 
 
-class Unrounded(FedCGS):
-    """The head as it is before the reply rounds it to float32."""
-
-    def _reply(self, weight, bias, counts, encoder):
-        return Reply({"weight": weight, "bias": bias}, {"encoder": dict(encoder)})
-
-
 def head(clients: list[Client], ctx: Context, spec: str) -> dict[str, torch.Tensor]:
-    method = Unrounded(create(spec, TINY).config)
+    method = create(spec, TINY)
     uploads = [Upload.unpack(method.upload(client, ctx).pack()) for client in clients]  # the bytes that travel
     return dict(method.fuse(uploads, ctx)[0].tensors)
 

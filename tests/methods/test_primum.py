@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from fedbicross.parts.local import own_model
 from fedbicross.parts.pool import page_batches
 from fedbicross.steps.augment import draw_boxes, draw_views, zoomed
 from fedbicross.steps.gate import Choice
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, Killed, Mortal, tiny_clients, tiny_context
 
 TINY = TINY_METHODS["primum"]
 
@@ -159,7 +160,7 @@ def slow_student(uploads: list[Upload], config: Any, ctx: Context) -> dict[str, 
     if config.start == "uploaded":
         told = [sum(min(n, sum(row) - n) for n in row) for row in counts]
         pupil.network.load_state_dict(uploads[told.index(max(told))].tensors)
-    step, page, batches = 0, 0, page_batches(config.steps_distil, config.batch, config.reuse, ctx)
+    step, page, batches = 0, 0, page_batches(config, ctx)
     while step < config.steps_distil:
         seen, soft = slow_page(pool, networks, weights, batches, page, config, ctx)
         for turn in range(config.reuse):
@@ -267,25 +268,6 @@ def test_every_variant_but_two_shares_the_gate() -> None:
 # --- killed and resumed -----------------------------------------------------------------------------------
 
 
-class Killed(Exception):
-    pass
-
-
-class Mortal(MemoryStore):
-    """Refuses everything after so many files, and tells what it was given."""
-
-    def __init__(self, budget: int = 1000) -> None:
-        super().__init__()
-        self.budget, self.names = budget, list[str]()
-
-    def save(self, name: str, data: bytes) -> None:
-        if self.budget == 0:
-            raise Killed
-        self.budget -= 1
-        self.names.append(name.rpartition("/")[2])
-        super().save(name, data)
-
-
 def fuse(
     method: Any, uploads: Sequence[Upload], store: MemoryStore, fast: bool = False
 ) -> tuple[bytes, dict[str, Any]]:
@@ -300,10 +282,10 @@ def test_cut_in_the_pool_and_in_the_distillation_it_ends_with_the_same_bytes(
     storage: str, fast: bool, uploads: list[Upload]
 ) -> None:
     method = tiny(pool=6, storage=storage, steps_distil=4)
-    whole = Mortal()
+    whole = Mortal(1000)
     expected = fuse(method, uploads, whole, fast)
     made = ["pool.safetensors"] * (2 if fast else 6)  # a batch of each client at once, or one batch
-    assert whole.names == [*made, *["distillation.safetensors"] * 4, "pool.png"]
+    assert [Path(name).name for name in whole.names] == [*made, *["distillation.safetensors"] * 4, "pool.png"]
     store = Mortal()
     for files in range(len(whole.names)):  # one run, killed after each of its files
         store.budget = files - len(store.names)
@@ -315,7 +297,7 @@ def test_cut_in_the_pool_and_in_the_distillation_it_ends_with_the_same_bytes(
 
 
 def test_a_pool_that_is_there_is_not_inverted_again(uploads: list[Upload], monkeypatch: pytest.MonkeyPatch) -> None:
-    store, method = Mortal(), tiny(pool=3, steps_distil=3)
+    store, method = Mortal(1000), tiny(pool=3, steps_distil=3)
     expected = fuse(method, uploads, store)[0]
     ctx = replace(tiny_context(), store=store)
     ctx.drop_stage("distillation")

@@ -42,7 +42,7 @@ def test_two_shots_equal_the_loop_written_out(name: str, start: str) -> None:
     ctx = tiny_context()
     first = simulate(shots(name, 1), clients, ctx)["client-0"].states[0]
     uploads = [
-        Upload(client.name, ctx.task, ctx.retrain(client, first, visit="shot-2", epochs=1)) for client in clients
+        Upload(client.name, ctx.task, ctx.models.retrain(client, first, visit="shot-2", epochs=1)) for client in clients
     ]
     second = tiny_context().at_shot(2)
     if start == "last":

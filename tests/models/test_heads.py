@@ -104,3 +104,32 @@ def test_named_errors() -> None:
     ):
         with pytest.raises(UploadError, match="these tensors are no"):
             heads.load("attention", broken, 3)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["clipped", "projected"])
+def test_clipped_heads_shorten_the_mean_of_all_tokens(name: str) -> None:
+    rng = torch.Generator().manual_seed(5)
+    inputs = 6 if name == "clipped" else 9
+    state = {"head.weight": torch.randn(3, 6, generator=rng), "head.bias": torch.randn(3, generator=rng)}
+    state["longest"] = torch.tensor(1.5)
+    matrix = torch.eye(6) if name == "clipped" else torch.randn(6, 9, generator=rng)
+    state |= {} if name == "clipped" else {"project.weight": matrix}
+    head = heads.load(name, state, 3)
+    tokens = torch.randn(4, 2, inputs, generator=rng) * torch.tensor([0.01, 1.0, 3.0, 0.0])[:, None, None]
+    for sequence, logits in zip(tokens, head(tokens), strict=True):
+        mean = matrix @ sequence.mean(0)
+        length = float(mean.norm())
+        short = mean * (1.5 / length) if length > 1.5 else mean
+        torch.testing.assert_close(logits, state["head.weight"] @ short + state["head.bias"])
+    for broken in (
+        {**state, "longest": torch.tensor(0.0)},
+        {**state, "longest": torch.tensor(-1.0)},
+        {**state, "longest": torch.tensor(float("nan"))},
+        {**state, "longest": torch.ones(2)},
+        {**state, "project.weight": torch.ones(5, 9)},
+        {key: value for key, value in state.items() if key != "longest"},
+    ):
+        with pytest.raises(UploadError) as error:
+            heads.load(name, broken, 3)
+        assert error.value.code == "head_tensors"

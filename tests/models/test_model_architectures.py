@@ -170,3 +170,18 @@ def test_resnet_strides_halve_the_image_at_each_later_stage(name):
 def test_large_images_get_the_large_stem():
     assert models.build("resnet8", 3, 2, 64).trunk.stem.conv.kernel_size == (3, 3)
     assert models.build("resnet8", 3, 2, 65).trunk.stem.conv.kernel_size == (7, 7)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.endswith("_gn")])
+def test_group_normalisation_keeps_images_apart(name):
+    """The same network but for its normalisation, whose answer to an image does not hang on the others in the batch."""
+    plain, grouped = models.build(name.removesuffix("_gn"), 3, 2, 16), models.build(name, 3, 2, 16)
+    pairs = zip(plain.modules(), grouped.modules(), strict=True)
+    replaced = [(a, b) for a, b in pairs if isinstance(a, nn.BatchNorm2d)]
+    assert replaced and all(type(b) is nn.GroupNorm and b.num_channels == a.num_features for a, b in replaced)
+    assert not [key for key in grouped.state_dict() if "running" in key or "batches" in key]
+    models.initialise(grouped, torch.Generator().manual_seed(0))
+    grouped.train()
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([grouped(image[None]) for image in images])
+    assert torch.allclose(grouped(images), alone, atol=1e-4)

@@ -168,7 +168,7 @@ def test_a_claim_far_beyond_the_others_counts_for_a_hundred_times_their_median(
     assert torch.allclose(*shares, atol=1e-3), "the mix stays"
 
 
-def test_who_contradicts_the_others_is_hardly_heard_where_they_know_the_class(
+def test_who_contradicts_the_others_about_classes_that_they_know_is_left_out(
     federation: tuple[list[Upload], Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, ctx = federation
@@ -182,9 +182,9 @@ def test_who_contradicts_the_others_is_hardly_heard_where_they_know_the_class(
     monkeypatch.setattr(probes, "answers", contrary)
     seen = defence.look(honest, ctx)
     (note,) = seen.notes
-    assert note.client == honest[BAD].client and "against the others" in note.what and not note.left_out
-    assert max(seen.uploads[BAD].class_counts or ()) == 1
-    assert all(a is b for i, (a, b) in enumerate(zip(seen.uploads, honest, strict=True)) if i != BAD)
+    assert note.client == honest[BAD].client and "against the others" in note.what and note.left_out
+    assert all(a is b for a, b in zip(seen.uploads, honest[:BAD] + honest[BAD + 1 :], strict=True))
+    assert defence.look(honest, ctx, {honest[BAD].client}).uploads == honest, "unless the operator trusts it"
     silent = [replace(upload, class_counts=None) for upload in honest]
     assert not defence.look(silent, ctx).notes, "without counts nobody knows who shares what"
     alone = [replace(u, class_counts=[40, 0, 0] if i == BAD else u.class_counts) for i, u in enumerate(honest)]

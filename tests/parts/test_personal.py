@@ -24,9 +24,11 @@ SETTINGS = {
     "temperature": 20.0,
     "epochs": 2,
     "lr": 0.02,
+    "schedule": "constant",
     "batch": 8,
     "momentum": 0.9,
     "weight_decay": 5e-4,
+    "start": "cluster",
 }
 
 
@@ -47,9 +49,10 @@ def run(client=None, ctx=None, **settings):
     return distil_personal(client, ctx, cluster_state=state(1), own_state=state(2), **{**SETTINGS, **settings})
 
 
-def plain(client, ctx, gamma, delta, temperature, epochs, lr, batch, momentum, weight_decay):
+def plain(client, ctx, gamma, delta, temperature, epochs, lr, schedule, batch, momentum, weight_decay, start):
     """Both teachers asked anew for every batch."""
-    cluster, own, personal = network(state(1)).eval(), network(state(2)).eval(), network(state(1)).train()
+    cluster, own = network(state(1)).eval(), network(state(2)).eval()
+    personal = network(state({"cluster": 1, "own": 2}[start])).train()
     optimiser = torch.optim.SGD(personal.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
     split = ctx.rng("training", client.name, "validation-split")
     rows, held = split_validation(client.labels, None, ctx.training.validation, split)
@@ -61,6 +64,8 @@ def plain(client, ctx, gamma, delta, temperature, epochs, lr, batch, momentum, w
         return (p * (p.log() - (answer / temperature).log_softmax(1))).sum(1).mean() * temperature**2
 
     for epoch in range(epochs):
+        if schedule == "cosine":
+            optimiser.param_groups[0]["lr"] = lr * (1 + np.cos(np.pi * epoch / epochs)) / 2
         for chosen in epoch_batches(len(rows), batch, ctx.rng("personal", client.name, f"epoch-{epoch}")):
             index = torch.from_numpy(rows[chosen])
             answer = personal(x[index])
@@ -76,7 +81,15 @@ def plain(client, ctx, gamma, delta, temperature, epochs, lr, batch, momentum, w
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"gamma": 0.0}, {"delta": 0.0}, {"temperature": 1.0}, {"epochs": 1, "lr": 0.05, "momentum": 0.0}],
+    [
+        {},
+        {"gamma": 0.0},
+        {"delta": 0.0},
+        {"temperature": 1.0},
+        {"epochs": 1, "lr": 0.05, "momentum": 0.0},
+        {"start": "own"},
+        {"schedule": "cosine", "epochs": 3},
+    ],
 )
 def test_equals_a_plain_loop(changed):
     client = tiny_clients(1)[0]
@@ -130,9 +143,10 @@ def test_one_image_is_enough_and_gives_no_comparison():
     assert not torch.equal(found["head.weight"], state(1)["head.weight"])
 
 
-def test_no_epochs_leave_the_cluster_model():
-    found, _ = run(epochs=0)
-    assert all(torch.equal(found[name], value) for name, value in state(1).items())
+@pytest.mark.parametrize(("start", "seed"), [("cluster", 1), ("own", 2)])
+def test_no_epochs_leave_the_model_that_it_starts_from(start, seed):
+    found, _ = run(epochs=0, start=start)
+    assert all(torch.equal(found[name], value) for name, value in state(seed).items())
 
 
 def test_patients_stay_together():

@@ -20,14 +20,17 @@ from fedbicross.errors import MethodError
 from fedbicross.methods import create
 from fedbicross.parts import pool as module
 from fedbicross.parts import teachers
+from fedbicross.parts.settings import PoolConfig
 from fedbicross.steps.inversion import InversionSettings
 from fedbicross.steps.pool import Pool
 from fedbicross.steps.trajectory import Teacher
 from small import tiny_clients, tiny_context
 
 SETTINGS = InversionSettings(steps=2, batch=8)
-LEARN: dict[str, Any] = {"batch": 6, "lr": 0.1, "schedule": "cosine", "momentum": 0.9, "weight_decay": 5e-4}
-LEARN |= {"turns": True, "zoom": True, "cutmix": 2, "reuse": 2}
+
+
+def learn(steps: int, **settings: Any) -> PoolConfig:
+    return PoolConfig(**{"steps_distil": steps, "batch": 6, "lr": 0.1, "reuse": 2, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +96,8 @@ def test_the_labels_follow_the_class_mix() -> None:
 
 
 def pages(pool: Pool, networks: Ensemble, **settings: Any) -> Any:
-    given = {"total": 40, "batch": 4, "turns": False, "zoom": False, "cutmix": 0, "reuse": 2, **settings}
-    return module._Pages(pool, teacher(networks), tiny_context(), **given)
+    plain = {"batch": 4, "turns": False, "zoom": False, "cutmix": 0}
+    return module._Pages(pool, teacher(networks), learn(**{"steps": 40, **plain, **settings}), tiny_context())
 
 
 def numbered(images: int = 5) -> Pool:
@@ -132,7 +135,7 @@ def test_a_page_is_seen_whole_and_reuse_times_before_the_next(
     first, again, following = (sorted(chain(*seen[i : i + 3])) for i in (0, 3, 6))
     assert first == again != following, "the same images once more, then others"
     assert seen[:3] != seen[3:6], "in another order"
-    assert asked == 2 * 12 == module.labelled(12, 4, 2, tiny_context())
+    assert asked == 2 * 12 == module.labelled(learn(12, batch=4), tiny_context())
 
 
 def test_labels_are_those_of_what_is_seen(networks: Ensemble) -> None:
@@ -142,7 +145,7 @@ def test_labels_are_those_of_what_is_seen(networks: Ensemble) -> None:
 
 @pytest.mark.parametrize(("cutmix", "share"), [(0, 0), (1, 1), (2, 1 / 2), (4, 1 / 4)])
 def test_one_image_in_so_many_gets_a_piece_of_another(cutmix: int, share: float, networks: Ensemble) -> None:
-    given = pages(numbered(1000), networks, batch=64, total=4, reuse=1, cutmix=cutmix)
+    given = pages(numbered(1000), networks, batch=64, steps=4, reuse=1, cutmix=cutmix)
     images = torch.cat([given.at(step)[0] for step in range(4)])[:, 0].flatten(1)[:, 1:]
     mixed = float((images != images[:, :1]).any(1).float().mean())
     # Some boxes are empty, cover all, or hold only what is mirrored at the corner.
@@ -158,13 +161,13 @@ def test_without_turns_and_zoom_images_stay_as_they_are(networks: Ensemble) -> N
 
 
 def test_a_page_holds_no_more_than_memory_allows_and_no_more_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx = tiny_context()
-    assert module.page_batches(10_000, 4, 4, ctx) == 64
-    assert module.page_batches(10, 4, 4, ctx) == 3
+    ctx, many = tiny_context(), learn(10_000, batch=4, reuse=4)
+    assert module.page_batches(many, ctx) == 64
+    assert module.page_batches(learn(10, batch=4, reuse=4), ctx) == 3
     monkeypatch.setattr(module, "PAGE_VALUES", 2 * 4 * 3 * 12 * 12)
-    assert module.page_batches(10_000, 4, 4, ctx) == 2
+    assert module.page_batches(many, ctx) == 2
     monkeypatch.setattr(module, "PAGE_VALUES", 1)
-    assert module.page_batches(10_000, 4, 4, ctx) == 1
+    assert module.page_batches(many, ctx) == 1
 
 
 # --- the student ------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ def test_a_page_holds_no_more_than_memory_allows_and_no_more_than_is_needed(monk
 def test_weights_that_are_no_numbers_are_not_handed_out(networks: Ensemble) -> None:
     ctx = tiny_context()
     with pytest.raises(MethodError, match="lower its lr") as caught:
-        module.distil(invert(networks, ctx), teacher(networks), ctx, total=4, **{**LEARN, "lr": 1e30})
+        module.distil(invert(networks, ctx), teacher(networks), learn(4, lr=1e30), ctx)
     assert caught.value.code == "diverged"
 
 
@@ -187,7 +190,7 @@ def test_the_rate_of_every_step(schedule: str, networks: Ensemble, monkeypatch: 
         plain(self, gradients, rate, *rest)
 
     monkeypatch.setattr(Student, "update", update)
-    module.distil(invert(networks, ctx), teacher(networks), ctx, total=8, **{**LEARN, "schedule": schedule})
+    module.distil(invert(networks, ctx), teacher(networks), learn(8, schedule=schedule), ctx)
     expected = {
         "cosine": [0.05 * (1 + np.cos(np.pi * step / 8)) for step in range(8)],
         "step": [0.1] * 4 + [0.01] * 2 + [0.001] * 2,
@@ -202,7 +205,7 @@ def test_the_rate_of_every_step(schedule: str, networks: Ensemble, monkeypatch: 
 def test_the_record_tells_of_images_student_and_loss(networks: Ensemble) -> None:
     ctx = tiny_context()
     pool = invert(networks, ctx)
-    student = module.distil(pool, teacher(networks), ctx, total=3, **LEARN)
+    student = module.distil(pool, teacher(networks), learn(3), ctx)
     module.describe(pool, sources(networks), teacher(networks), student, ctx)
     found = ctx.record.diagnosis
     rows = found["tables"]["images inverted from the networks"]["rows"]

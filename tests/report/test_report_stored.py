@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fedbicross.report import terminal
 from fedbicross.report.html import render
 from fedbicross.report.metric import judged_by
 from fedbicross.report.summary import LEVEL, summarise
-from fedbicross.report.verdict import judge
+from fedbicross.report.verdict import judge, row_verdict
 
 HERE = Path(__file__).parent / "stored"
 RESULTS = Path(__file__).parents[2] / "results"
@@ -87,27 +88,43 @@ def test_nothing_learned_is_not_level():
 
 
 def test_patients_from_elsewhere_count():
-    results = load(RESULTS, "demo/results.json")
+    results = load(HERE, "lower-by-chance.json")
     assert by_role(results) < LEVEL, "so it brought nothing"
     found = verdict(results)
-    assert found.kind == "good" and "costs nobody anything at home" in found.headline
-    assert "points for patients from elsewhere" in found.headline
+    assert (found.kind, found.best.method) == ("good", "primum")
+    assert "costs nobody anything at home" in found.headline
+    assert "gains 7.3 points for patients from elsewhere" in found.headline
+
+
+def raw_count(results):
+    """The same rows without their intervals: whoever is lower at all is harmed."""
+    left_out = ("clearly_harmed_clients", "clearly_helped_clients")
+    rows = [{key: value for key, value in row.items() if key not in left_out} for row in results["rows"]]
+    return {**results, "rows": rows}
 
 
 def test_lower_by_chance_is_not_harmed():
-    results = load(RESULTS, "demo/results.json")
-    told = [item for item in summarise(results) if item.shares and item.lower > item.clearly_harmed]
-    assert told, "a row that the raw count calls more harmful than the interval does"
-    words = [f"{item.harmed} of {item.judged}" for item in told]
-    page = render(results)
-    assert "lower by chance" in page and all(word in page for word in words)
+    results = load(HERE, "lower-by-chance.json")
+    before = verdict(raw_count(results))
+    assert before.kind == "bad" and before.best.method == "primum" and before.best.harmed == 2
+    found = verdict(results)
+    assert found.kind == "good" and found.best.harmed == 0
+    assert "(2 of 5 lower by chance)" in found.headline, "the raw count is told"
+    words = {item.method: row_verdict(item)[-1] for item in summarise(results)}
+    assert words["primum"] == "0 of 5 clients harmed, 2 lower by chance"
+    assert words["ensemble:consensus"] == "harms 4 of 5 clients", "beyond chance"
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/results.json")), ids=lambda file: file.parent.name)
+STORED = sorted([*RESULTS.glob("*/results.json"), *HERE.glob("*.json")])
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_stored_file_is_judged_by_every_metric(file):
-    """Whatever an older version stored."""
+    """Whatever an older version stored; and the terminal ends with the sentence, which it once did not have."""
     results = json.loads(file.read_text(encoding="utf-8"))
     for metric in ("accuracy", "balanced_accuracy", "macro_auc"):
         found = verdict(results, metric)
         assert found.best is not None and found.best.metric == metric and found.beside
+        said = " ".join(terminal.text(judged_by(results, metric)).split())
+        assert said.endswith(f"verdict: {' '.join(found.headline.split())}")
     assert "</html>" in render(results)

@@ -52,5 +52,6 @@ def test_names():
 def test_ticks_and_labels():
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert ticks(3, 3) == [3]
+    assert ticks(1, 12, whole=True) == [5, 10] and ticks(1, 3, whole=True) == [1, 2, 3], "there is no epoch 2.5"
     placed = spaced([10, 10, 11], 14, 0, 100)
     assert sorted(placed) == placed and placed[1] - placed[0] >= 14

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fedbicross.errors import ConfigError
-from fedbicross.runs.config import RunConfig, as_toml, cases, load_config, merge, parse_assignment
-from fedbicross.settings import parse
+from fedbicross.runs.config import RunConfig, cases, load_config, merge, parse_assignment
+from fedbicross.settings import as_toml, parse
 
 
 def test_precedence_file_quick_flags_set(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_the_command_line_asks_for_it(
     plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cli.console import call
-    from fedbicross.runs.config import as_toml
+    from fedbicross.settings import as_toml
 
     config, out = tmp_path / "config.toml", tmp_path / "run"
     config.write_text(as_toml(plain[0]))

@@ -394,6 +394,23 @@ def test_more_architectures_than_sites_in_the_data_are_refused(tmp_path: Path) -
     assert not (tmp_path / "never").exists()
 
 
+def test_what_was_read_and_what_is_odd_about_it_is_said_first() -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def say(self, message: str) -> None:
+            said.append(message)
+
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(256, size=(60, 8, 8, 3), dtype=np.uint8), np.arange(60) % 2
+    images[2] = images[0]  # a copy
+    data = Dataset.from_arrays("mine", images[:40], labels[:40], images[40:], labels[40:], classes=["north", "south"])
+    config = tiny(data={"name": "python:mine"}, methods=["majority"], baselines=[], clients=1)
+    runner.run(config, dataset=data, progress=Heard())
+    assert said[0].startswith("data: mine, 40 images to train on and 20 to test on, 2 classes: north, south")
+    assert said[1].startswith("warning: 1 training image ") and said[2].startswith("== majority")
+
+
 def test_days_of_work_on_a_processor_are_announced_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
@@ -401,16 +418,16 @@ def test_days_of_work_on_a_processor_are_announced_before_they_begin(monkeypatch
         def say(self, message: str) -> None:
             said.append(message)
 
-    def stop(*args: Any) -> list[dict[str, Any]]:
+    def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_one_seed", stop)
+        patch.setattr(runner, "_Seed", stop)
         for settings in ({"model": "resnet18", "training": {"recipe": "paper", "epochs": 100}}, {}):
             data = {"name": "cells", "image_size": 28, "train_size": 2000, "test_size": 60}
             with pytest.raises(KeyboardInterrupt):
                 runner.run(tiny(**{"data": data, **settings}), progress=Heard())
             patch.setattr(runner, "PATIENCE", 600.0)
-    (warning,) = said
+    (warning,) = [line for line in said if not line.startswith("data: ")]
     assert warning.startswith("warning: training resnet18 for 100 epochs on 2,000 images is ")
     assert "on a CPU (at least " in warning and "--quick" in warning

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedbicross import models as architectures
+from fedbicross.engine import combine
 from fedbicross.engine.device import set_precision
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.engine.fast import Captured
@@ -77,11 +78,11 @@ def test_inversion_gives_the_cpu_numbers_without_waiting() -> None:
 def test_distillation_and_weights_do_not_wait() -> None:
     logits, student = noise(3, 8, 4).cuda(), noise(8, 4, seed=1).cuda()
     counts = torch.randint(0, 9, (3, 4), device="cuda")
-    weights = distill.class_weights(counts)
+    weights = combine.class_weights(counts)
     w = bilevel.cross_cluster_weights("uniform", 3, device="cuda").double()
     with no_waiting():
-        original = distill.combine_logits(logits, "mean_logits", 20.0)
-        adapted = distill.combine_logits(logits, "class_weighted", 20.0, weights)
+        original = combine.combine_logits(logits, "mean_logits", 20.0)
+        adapted = combine.combine_logits(logits, "class_weighted", 20.0, weights)
         loss = distill.mixed_kd_loss(student, original, adapted, 0.3, 20.0)
         gradient = bilevel.hypergradient([student], [torch.stack([student, -student, student])], 0.1)
         rows = bilevel.weight_step(w, gradient, 0.5)

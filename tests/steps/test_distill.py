@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbicross.errors import MethodError
+from fedbicross.engine.combine import soften
 from fedbicross.steps import distill
 
 from .tiny import noise
@@ -31,7 +31,7 @@ def test_kd_loss_equals_loops(temperature):
     rows = [slow_softmax(row, temperature) for row in teacher.tolist()]
     expected = slow_kl(rows, student.tolist(), temperature)
     assert distill.kd_loss(student, teacher, temperature).item() == pytest.approx(expected, abs=1e-10)
-    soft = distill.soften(teacher, temperature)
+    soft = soften(teacher, temperature)
     assert distill.soft_kd_loss(student, soft, temperature).item() == pytest.approx(expected, abs=1e-10)
 
 
@@ -61,47 +61,11 @@ def test_noise_level_end_points():
 
 def test_mixed_loss_end_points_and_middle():
     student, original, adapted = noise(4, 3, seed=1), noise(4, 3, seed=2), noise(4, 3, seed=3)
-    soft_original, soft_adapted = distill.soften(original, 20), distill.soften(adapted, 20)
+    soft_original, soft_adapted = soften(original, 20), soften(adapted, 20)
     from_original, from_adapted = distill.kd_loss(student, original, 20), distill.kd_loss(student, adapted, 20)
     for lam in (0.0, 0.25, 1.0):
         mixed = distill.mixed_kd_loss(student, soft_original, soft_adapted, lam, 20)
         torch.testing.assert_close(mixed, lam * from_adapted + (1 - lam) * from_original)
-
-
-def test_combinations_equal_loops():
-    logits = noise(2, 3, 4) * 2
-    counts = torch.tensor([[3, 0, 1, 0], [1, 5, 1, 0]])
-    weights = distill.class_weights(counts)
-    assert weights.tolist() == [[0.75, 0.0, 0.5, 0.0], [0.25, 1.0, 0.5, 0.0]]
-    mean_logits = distill.combine_logits(logits, "mean_logits", 5.0)
-    mean_probs = distill.combine_logits(logits, "mean_probs", 5.0)
-    weighted = distill.combine_logits(logits, "class_weighted", 5.0, weights)
-    for b in range(3):
-        softened = [slow_softmax(logits[i, b].tolist(), 5.0) for i in range(2)]
-        assert mean_logits[b].tolist() == pytest.approx(slow_softmax(logits[:, b].mean(0).tolist(), 5.0))
-        assert mean_probs[b].tolist() == pytest.approx([(softened[0][c] + softened[1][c]) / 2 for c in range(4)])
-        raw = [sum(weights[i, c].item() * softened[i][c] for i in range(2)) for c in range(4)]
-        assert weighted[b].tolist() == pytest.approx([value / sum(raw) for value in raw])
-        assert weighted[b, 3] == 0
-
-
-def test_class_weighting_survives_underflow():
-    logits = torch.tensor([[[0.0, 500.0]], [[500.0, 0.0]]])
-    weights = distill.class_weights(torch.tensor([[5, 0], [0, 5]]))
-    assert distill.combine_logits(logits, "class_weighted", 1.0, weights).tolist() == [[0.5, 0.5]]
-
-
-def test_class_weighting_needs_counts():
-    with pytest.raises(MethodError, match="no_class_counts"):
-        distill.combine_logits(noise(2, 3, 4), "class_weighted", 1.0)
-    with pytest.raises(MethodError, match="no_class_counts"):
-        distill.class_weights(torch.zeros(2, 3))
-    assert distill.class_weights(torch.tensor([[0.5, -1.0], [0.5, 2.0]])).tolist() == [[0.5, 0.0], [0.5, 1.0]]
-
-
-def test_unknown_choices_fail_loudly():
-    with pytest.raises(AssertionError):
-        distill.combine_logits(noise(2, 3, 4), "median", 1.0)  # type: ignore[arg-type]
 
 
 def test_personal_loss_is_equation_9():

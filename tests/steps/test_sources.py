@@ -119,12 +119,12 @@ def memory(capacity, seed=0, draws=2):
 
 def test_memory_hands_out_earlier_samples_only_and_keeps_at_most_so_many():
     kept_samples = memory(3)
-    assert kept_samples.exchange(numbered(1)) == []
+    assert kept_samples.replay_and_keep(numbered(1)) == []
     for t in range(2, 40):
-        earlier = kept_samples.exchange(numbered(t))
+        earlier = kept_samples.replay_and_keep(numbered(t))
         assert len(earlier) == 2 and all(sample.t < t for sample in earlier)
         assert len(kept_samples.kept) == min(t, 3)
-    assert memory(0).exchange(numbered(1)) == []
+    assert memory(0).replay_and_keep(numbered(1)) == []
 
 
 def test_every_sample_is_as_likely_to_be_kept_as_any_other():
@@ -132,7 +132,7 @@ def test_every_sample_is_as_likely_to_be_kept_as_any_other():
     for seed in range(2000):
         kept_samples = memory(5, seed)
         for t in range(1, 21):
-            kept_samples.exchange(numbered(t))
+            kept_samples.replay_and_keep(numbered(t))
         for sample in kept_samples.kept:
             counts[sample.t - 1] += 1
     assert counts.sum() == 10_000
@@ -142,9 +142,9 @@ def test_every_sample_is_as_likely_to_be_kept_as_any_other():
 @pytest.mark.parametrize("stop", [2, 9])
 def test_stopped_memory_goes_on(stop):
     whole, first = memory(4), memory(4)
-    expected = [whole.exchange(numbered(t)) for t in range(1, 20)]
-    found = [first.exchange(numbered(t)) for t in range(1, stop + 1)]
+    expected = [whole.replay_and_keep(numbered(t)) for t in range(1, 20)]
+    found = [first.replay_and_keep(numbered(t)) for t in range(1, stop + 1)]
     second = memory(4)
     second.load(kept(first))
-    found += [second.exchange(numbered(t)) for t in range(stop + 1, 20)]
+    found += [second.replay_and_keep(numbered(t)) for t in range(stop + 1, 20)]
     assert [[(s.t, s.lam) for s in drawn] for drawn in found] == [[(s.t, s.lam) for s in drawn] for drawn in expected]

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
 
 from fedbicross.errors import MethodError
+from fedbicross.steps import sufficient_statistics as ss
 from fedbicross.steps.sufficient_statistics import (
     Statistics,
     add,
@@ -129,3 +131,85 @@ def test_identical_features_give_the_prior() -> None:
 def test_one_image_is_enough() -> None:
     answers = probabilities(head(torch.ones(1, 3), torch.tensor([1]), classes=2, ridge=1e-3), torch.zeros(2, 3))
     assert torch.equal(answers.argmax(1), torch.tensor([1, 1]))
+
+
+# --- ridge regression, and heads from noisy sums ----------------------------------------------------------------------
+
+
+def overlapping(count: int = 400, width: int = 7, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    y = torch.randint(classes, (count,), generator=rng)
+    y[: count // 3] = 0  # one class more frequent
+    centres = torch.randn(classes, width, generator=rng, dtype=torch.float64)
+    return centres[y] + torch.randn(count, width, generator=rng, dtype=torch.float64) + 3.0, y
+
+
+def test_ridge_is_that_of_scikit_learn() -> None:
+    x, y = overlapping()
+    found = ss.ridge_head(ss.statistics(x, y, 4), ridge=0.2)
+    labels = np.eye(4)[y.numpy()]
+    alpha = 0.2 * float(x.var(0, correction=0).mean()) * len(x)
+    model = Ridge(alpha=alpha).fit(x.numpy(), labels)
+    variance = np.square(labels - model.predict(x.numpy())).mean()
+    assert np.allclose(found.weight.numpy() * variance, model.coef_, rtol=1e-8, atol=1e-10)
+    assert np.allclose(found.bias.numpy() * variance, model.intercept_, rtol=1e-8, atol=1e-10)
+
+
+def test_without_noise_and_ridge_the_noisy_head_is_discriminant_analysis() -> None:
+    x, y = overlapping()
+    head = ss.noisy_head(ss.statistics(x, y, 4), ridge=0.0, noise=0.0)
+    found = torch.softmax(x @ head.weight.T + head.bias, 1).numpy()
+    expected = LinearDiscriminantAnalysis(solver="lsqr").fit(x.numpy(), y.numpy()).predict_proba(x.numpy())
+    assert np.abs(found - expected).max() < 1e-6
+
+
+def test_a_large_penalty_does_not_give_everything_to_the_larger_class() -> None:
+    x, y = overlapping(classes=2)
+    found = ss.statistics(x, y, 2)
+    ridge, noisy = ss.ridge_head(found, ridge=1000.0), ss.noisy_head(found, ridge=0.0, noise=1e9)
+    said = [(x @ head.weight.T + head.bias).argmax(1) for head in (ridge, noisy)]
+    assert len(said[0].unique()) == 1, "what shrinks so much says the same of all"
+    assert float((said[1] == y).double().mean()) > float((y == 0).double().mean())
+
+
+def test_a_noisy_head_without_a_class_or_a_spread() -> None:
+    x, y = overlapping(classes=2)
+    head = ss.noisy_head(ss.statistics(x, y, 3), ridge=0.1, noise=5.0)
+    assert float(head.bias[2]) == ss.ABSENT and float(head.weight[2].abs().max()) == 0
+    alone = ss.noisy_head(ss.statistics(x, torch.zeros_like(y), 3), ridge=0.1, noise=5.0)
+    assert torch.isfinite(alone.weight).all() and torch.isfinite(alone.bias).all()
+    same = ss.noisy_head(ss.statistics(torch.ones_like(x), y, 2), ridge=0.1, noise=0.0)
+    assert torch.isfinite(same.weight).all() and torch.isfinite(same.bias).all()
+
+
+def test_the_noise_is_hardly_ever_larger_than_said() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for width in (40, 120):
+        drawn = torch.randn(width * (width + 1) // 2, generator=rng, dtype=torch.float64)
+        matrix = ss.unpack_triangle(2.5 * drawn * ss.triangle_scales(width), width)
+        largest = float(torch.linalg.eigvalsh(matrix).abs().max())
+        assert 0.7 < largest / ss.noise_size(2.5, width) < 1.3
+
+
+def test_lengths_and_signs() -> None:
+    x, _ = overlapping()
+    short = ss.shortened(x, 2.0)
+    slow = torch.stack([row * min(1.0, 2.0 / float(row.norm())) for row in x])
+    assert torch.allclose(short, slow, rtol=1e-12)
+    assert torch.equal(ss.shortened(x, 1e9), x)
+    assert torch.equal(ss.shortened(torch.zeros(2, 3), 1.0), torch.zeros(2, 3, dtype=torch.float64))
+    matrix = ss.signs(64, 1000)
+    assert torch.equal(matrix, ss.signs(64, 1000)) and set(matrix.unique().tolist()) == {-0.125, 0.125}
+    row = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert float((matrix @ row).norm() / row.norm()) == pytest.approx(1, abs=0.4)
+
+
+def test_weights_are_how_often_an_image_counts() -> None:
+    x, y = overlapping(30)
+    often = torch.arange(30) % 3
+    found, slow = (
+        ss.statistics(x, y, 4, often),
+        ss.statistics(x.repeat_interleave(often, 0), y.repeat_interleave(often), 4),
+    )
+    for name in ("counts", "class_sums", "gram"):
+        assert torch.allclose(getattr(found, name), getattr(slow, name), rtol=1e-12)

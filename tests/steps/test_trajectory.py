@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedbicross.bundle import pack, unpack
+from fedbicross.engine.combine import combine_logits
 from fedbicross.engine.ensemble import Ensemble
-from fedbicross.steps.distill import combine_logits
 from fedbicross.steps.inversion import Inversion, InversionSettings, balanced_labels
 from fedbicross.steps.trajectory import Teacher, Trajectory
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import io
+import json
+import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -62,8 +68,16 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Ready:
     return Ready(tmp_path_factory.mktemp("ready"))
 
 
+def silent(line: str) -> None:
+    del line
+
+
 def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Ready) -> None:
-    link, gate = deploy.superlink(ready.server, ready.folder / "certificates", "0.0.0.0", 8123)
+    with deploy.listen("127.0.0.1", 0) as listener:
+        link, beside = deploy.superlink(ready.server, ready.folder / "certificates", listener, 7 << 20, silent)
+        gate, runs = beside.values()
+        assert gate.inherits == (listener.fileno(),)
+        assert gate.command[gate.command.index("--listener") + 1] == str(listener.fileno())
     assert link.command[link.command.index("--host") + 1] == "127.0.0.1"
     for flag in (
         "--enable-supernode-auth",
@@ -73,8 +87,10 @@ def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Re
     ):
         assert flag in link.command
     assert "--insecure" not in link.command
-    assert gate.command[gate.command.index("--port") + 1] == "8123"
-    for start in (link, gate):
+    assert gate.command[gate.command.index("--node-bytes") + 1] == str(7 << 20)
+    assert "--insecure" not in runs.command
+    assert runs.environment["FEDBICROSS_FLOWER_SERVER"] == str(ready.folder / "work/server.toml")
+    for start in (link, gate, runs):
         assert start.environment["FLWR_TELEMETRY_ENABLED"] == "0"
         assert start.environment["FLWR_DISABLE_UPDATE_CHECK"] == "1"
         assert start.environment["FLWR_HOME"].startswith(str(ready.folder))
@@ -85,7 +101,7 @@ def test_the_superlink_listens_on_the_loopback_only_with_every_lock_on(ready: Re
 @pytest.mark.slow
 def test_the_supernode_is_told_its_own_places_in_a_file(ready: Ready) -> None:
     authority = ready.folder / "certificates/ca.crt"
-    start = deploy.supernode(ready.site, "fed.example.org:8000", authority, ready.folder / "node.key")
+    start = deploy.supernode(ready.site, "fed.example.org:8000", authority, ready.folder / "node.key", silent)
     assert "--insecure" not in start.command
     settings = start.command[start.command.index("--node-config") + 1]
     assert tomllib.loads(Path(settings).read_text())["data"] == str(ready.folder / "images")
@@ -106,7 +122,7 @@ def test_what_is_missing_is_said_before_anything_starts(ready: Ready, change: di
     if "key" in given:
         places = places.model_copy(update={"key": str(ready.folder / given.pop("key"))})
     with pytest.raises(ConfigError) as caught:
-        deploy.supernode(places, "localhost:1", **given)
+        deploy.supernode(places, "localhost:1", say=silent, **given)
     assert caught.value.code == code
 
 
@@ -128,6 +144,193 @@ def test_a_command_of_flowers_that_fails_is_one_line(tmp_path: Path) -> None:
         deploy.call(["flwr", "ls", "nowhere"], tmp_path)
     assert caught.value.code == "flower_command"
     assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_somebody_else_has_is_said_at_once() -> None:
+    with deploy.listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError) as caught:
+        deploy.listen("127.0.0.1", int(taken.getsockname()[1]), patience=0.0)
+    assert caught.value.code == "port"
+
+
+@pytest.mark.parametrize(
+    ("days", "code"), [(-1, "certificate_early"), (1, None), (800, None), (824, None), (826, "certificate_expired")]
+)
+def test_certificates_outside_of_their_dates_do_not_start(ready: Ready, days: int, code: str | None) -> None:
+    said: list[str] = []
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    file = ready.folder / "certificates/server.crt"
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=825)
+    if code is None:
+        certificates.check_dates(file, said.append, now)
+        assert len(said) == (days > 795)
+        assert all(f"expires on {end - datetime.timedelta(hours=1):%Y-%m-%d}" in line for line in said)
+        return
+    with pytest.raises(ConfigError) as caught:
+        certificates.check_dates(file, said.append, now)
+    assert caught.value.code == code
+
+
+def test_neither_server_nor_site_starts_with_an_expired_certificate(tmp_path: Path) -> None:
+    old = Ready(tmp_path)
+    shutil.rmtree(tmp_path / "certificates")
+    certificates.make_certificates(tmp_path / "certificates", ["localhost"], days=0)
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    with deploy.listen("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match=f"{yesterday:%Y-%m-%d}") as caught:
+        deploy.superlink(old.server, tmp_path / "certificates", listener, 1 << 20, silent)
+    assert caught.value.code == "certificate_expired"
+    with pytest.raises(ConfigError) as caught:
+        deploy.supernode(old.site, "localhost:1", tmp_path / "certificates/ca.crt", tmp_path / "node.key", silent)
+    assert caught.value.code == "certificate_expired"
+    (tmp_path / "broken.crt").write_text("no certificate")
+    with pytest.raises(ConfigError, match="no certificate"):
+        certificates.check_dates(tmp_path / "broken.crt", silent)
+
+
+# --- a run ---------------------------------------------------------------------------------------------------
+
+
+def connect(ready: Ready) -> None:
+    """`flower up`'s files, for a SuperLink that nobody started."""
+    with deploy.listen("127.0.0.1", 0) as listener:
+        deploy.superlink(ready.server, ready.folder / "certificates", listener, 1 << 20, silent)
+
+
+def test_a_run_without_a_superlink_says_so(ready: Ready) -> None:
+    connect(ready)
+    with pytest.raises(RunError, match="is `fedbicross flower up` running") as caught:
+        deploy.run(ready.folder / "work", Waiting(), silent)
+    assert caught.value.code == "flower_command"
+
+
+@pytest.mark.parametrize(
+    "said", ["", "nonsense", "[]", '{"success": false, "error-message": "no"}', '{"run-id": null}']
+)
+def test_an_answer_of_flowers_that_is_no_yes(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(deploy, "call", lambda words, home: said)
+    with pytest.raises(RunError) as caught:
+        deploy.ask(["flwr", "run"], tmp_path)
+    assert caught.value.code == "flower_command"
+
+
+class Flower:
+    """Runs of Flower's that end as told; the last one may leave a summary."""
+
+    def __init__(self, ready: Ready, ends: list[str], **summary: Any) -> None:
+        connect(ready)
+        for file in (ready.folder / "work").glob("*/flower.json"):  # of another test
+            file.unlink()
+        self.ends, self.summary, self.begun = ends, summary, 0
+
+    def run_once(self, work: Path, waiting: Waiting, summary: Path, say: Any) -> tuple[str, str]:
+        del work, waiting, say
+        self.begun += 1
+        if self.begun == len(self.ends) and self.summary:
+            summary.parent.mkdir(parents=True, exist_ok=True)
+            summary.write_text(json.dumps({"flower_run": self.begun, **self.summary}))
+        return str(self.begun), self.ends[self.begun - 1]
+
+
+def test_a_run_that_flower_lost_is_begun_again(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    flower = Flower(ready, ["finished:failed", "finished:completed"], error="", undelivered=[])
+    monkeypatch.setattr(deploy, "_run_once", flower.run_once)
+    said: list[str] = []
+    assert deploy.run(ready.folder / "work", Waiting(), said.append)["flower_run"] == 2
+    assert said == ["Flower lost run 1 (finished:failed); it is begun again with what is here"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "summary", "begun"),
+    [
+        (["finished:failed"] * 9, {}, 3),
+        (["finished:stopped"], {}, 1),
+        (["finished:failed"], {"error": "error[quorum]: 1 uploads came"}, 1),
+    ],
+)
+def test_a_run_that_failed_is_an_error(
+    ends: list[str], summary: dict[str, str], begun: int, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower = Flower(ready, ends, **summary)
+    monkeypatch.setattr(deploy, "_run_once", flower.run_once)
+    with pytest.raises(RunError) as caught:
+        deploy.run(ready.folder / "work", Waiting(), silent)
+    assert caught.value.code == "flower_run"
+    assert summary.get("error", "finished") in str(caught.value)
+    assert flower.begun == begun
+
+
+def test_a_database_that_is_locked_for_a_while_does_not_end_the_following(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [RunError("flower_command", "database is locked"), "running", "finished:completed"]
+    moments = iter(range(0, 1_000_000, 20))
+
+    def status(work: Path, number: str) -> str:
+        del work, number
+        answer = answers.pop(0)
+        if isinstance(answer, RunError):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(deploy, "status", status)
+    monkeypatch.setattr(deploy.time, "monotonic", lambda: float(next(moments)))
+    monkeypatch.setattr(deploy.time, "sleep", lambda seconds: None)
+    said: list[str] = []
+    assert deploy._follow(ready.folder, "1", ready.folder / "none", 0, said.append) == "finished:completed"
+    assert said == ["error[flower_command]: database is locked"]
+    answers[:] = [RunError("flower_command", "gone")] * 1000
+    with pytest.raises(RunError, match="gone"):
+        deploy._follow(ready.folder, "1", ready.folder / "none", 0, said.append)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize("undelivered", [[], ["south"]])
+def test_a_run_that_delivered_less_than_it_made_is_no_success(
+    words: list[str], undelivered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedbicross.cli.app import app
+
+    summary = {"delivered": {"north": "model_made"}, "missing": ["east"], "late": [], "undelivered": undelivered}
+    monkeypatch.setattr(deploy, "run", lambda *given: summary)
+    done = CliRunner().invoke(app, ["flower", "run", *words])
+    assert "north" in done.stdout
+    if not undelivered:
+        assert done.exit_code == 0
+        return
+    assert isinstance(done.exception, RunError)
+    assert (done.exception.code, done.exception.exit_status) == ("undelivered", 4)
+    assert "south" in str(done.exception)
+
+
+def test_what_answers_took_in_the_database_is_given_back(tmp_path: Path) -> None:
+    """Flower deletes an answer once it is read, and keeps the file as large as it was."""
+    home = tmp_path / "flower-home"
+    home.mkdir()
+    deploy.compact(tmp_path)  # nothing there yet
+    file = home / deploy.DATABASE
+    flower = sqlite3.connect(file)  # stays open, as the SuperLink does
+    flower.execute("PRAGMA journal_mode=WAL")
+    flower.execute("CREATE TABLE objects (content BLOB)")
+    for _ in range(20):
+        flower.execute("INSERT INTO objects VALUES (?)", (os.urandom(1 << 20),))
+    flower.execute("INSERT INTO objects VALUES ('stays')")
+    flower.commit()
+    flower.execute("DELETE FROM objects WHERE content != 'stays'")
+    flower.commit()
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in home.iterdir())
+
+    assert size() > 20 << 20
+    writer = sqlite3.connect(file)
+    writer.execute("BEGIN IMMEDIATE")
+    deploy.compact(tmp_path)  # somebody writes: not now
+    assert size() > 20 << 20
+    writer.rollback()
+    deploy.compact(tmp_path)
+    assert size() < 1 << 20
+    assert flower.execute("SELECT content FROM objects").fetchall() == [("stays",)]
+    flower.close()
+    writer.close()
 
 
 # --- the app and its lock ------------------------------------------------------------------------------------

@@ -147,9 +147,9 @@ def test_nothing_else_passes(door: Door, path: str) -> None:
 
 
 def test_bodies_have_a_limit_with_a_length_and_without(door: Door) -> None:
-    assert door.client.post("/v1/fleet/push-object", content=bytes(gate.MAX_BODY)).status_code == 202
+    assert door.client.post("/v1/fleet/push-object", content=bytes(gate.Limits().body_bytes)).status_code == 202
     before = len(door.seen)
-    assert door.client.post("/v1/fleet/push-object", content=bytes(gate.MAX_BODY + 1)).status_code == 413
+    assert door.client.post("/v1/fleet/push-object", content=bytes(gate.Limits().body_bytes + 1)).status_code == 413
     pieces = (bytes(1 << 20) for _ in range(17))  # in chunks, so that no header says how many
     with contextlib.suppress(httpx.WriteError):  # hung up on in the middle
         assert door.client.post("/v1/fleet/push-object", content=pieces).status_code == 413

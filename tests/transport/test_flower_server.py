@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,16 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from google.protobuf.message import DecodeError
 
 from fedbicross.bundle import keys, sign
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.messages import Upload
 from fedbicross.transport import files
-from fedbicross.transport.flower import envelope
+from fedbicross.transport.flower import envelope, server
 from fedbicross.transport.flower.server import OneShot
 from fedbicross.transport.flower.settings import Waiting
 from small import tiny_clients
@@ -171,6 +175,7 @@ def play(
     *nodes: Node,
     fuse: Callable[[dict[str, Path]], dict[str, bytes]] | None = None,
     kind: type[PlayedGrid] = PlayedGrid,
+    patience: float = 60.0,
     **limits: float,
 ) -> Played:
     clock, said, fused = Clock(), [], []
@@ -181,7 +186,7 @@ def play(
         return {name: f"reply to {name}".encode() for name in paths}
 
     waiting = Waiting(**{"deadline_seconds": 1000.0, "grace_seconds": 100.0, **limits})
-    shot = OneShot(federation, folder, fuse or joined, waiting, said.append, clock, clock.sleep)
+    shot = OneShot(federation, folder, fuse or joined, waiting, said.append, clock, clock.sleep, patience)
     try:
         shot.run(grid)
     finally:
@@ -389,6 +394,154 @@ def test_a_server_that_is_just_leaving_is_waited_for(federation, uploads, tmp_pa
     done = play(federation, tmp_path, *all_well(uploads), fuse=fuse)
     assert done.summary["complete"] is True
     assert len(tries) == 3
+
+
+def locked(grid: PlayedGrid) -> httpx.HTTPStatusError:
+    """What Flower raises while the database of its SuperLink is locked."""
+    del grid
+    request = httpx.Request("POST", "https://localhost/v1/runtime")
+    return httpx.HTTPStatusError("500", request=request, response=httpx.Response(500, request=request))
+
+
+class Hiccuping(PlayedGrid):
+    """Every call fails for the first minute, and now and then later."""
+
+    def fail(self) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.clock() < 1060.0 or self.calls % 3 == 0:
+            raise locked(self)
+
+    def get_nodes(self) -> Any:
+        self.fail()
+        return super().get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.fail()
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self.fail()
+        return super().pull_messages(message_ids)
+
+
+def test_a_superlink_with_a_locked_database_is_asked_again(federation, uploads, tmp_path) -> None:
+    done = play(federation, tmp_path, *all_well(uploads), kind=Hiccuping)
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+    assert done.fused == [sorted(KEYS)]
+    assert any("does not answer (HTTPStatusError)" in line for line in done.said)
+
+
+def test_an_answer_that_flower_cannot_read_concerns_its_node_only(federation, uploads, tmp_path) -> None:
+    """As Flower reads a ``ConfigRecord`` that holds 50 bytes of garbage: it raises while the server fetches it."""
+    head = b"ConfigRecord  50\x00"  # type, children, length; then what should be its content
+
+    class Unreadable(PlayedGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            found = list(super().pull_messages(message_ids))
+            for message in found:
+                if message.metadata.src_node_id == 0 and "garbage" in message.content.config_records:
+                    inflate_object_from_contents("x", {"x": head + b"\xff" * 50})
+            return found
+
+    def garbage(message: Message) -> Message:
+        answer = Message(RecordDict({"garbage": ConfigRecord({})}), reply_to=message)
+        answer.metadata.__dict__["_src_node_id"] = 0
+        return answer
+
+    with pytest.raises(DecodeError):
+        inflate_object_from_contents("x", {"x": head + b"\xff" * 50})
+    one, two, _ = all_well(uploads)
+    hostile = Node([garbage], name="client-2")
+    done = play(federation, tmp_path, hostile, one, two, kind=Unreadable)
+    assert done.summary["delivered"] == dict.fromkeys(["client-0", "client-1"], "model_made")
+    assert done.summary["missing"] == ["client-2"]
+    assert "unreadable" in done.summary["refused"]
+    assert any(line.startswith("client-2: error[unreadable]") for line in done.said)
+
+
+def test_a_node_that_does_not_finish_sending_holds_nobody_up(federation, uploads, tmp_path) -> None:
+    """Flower waits up to two hours for the rest of an answer; the others' are taken meanwhile."""
+    finished = threading.Event()
+
+    class Stuck(PlayedGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            found = list(super().pull_messages(message_ids))
+            if found and found[0].metadata.src_node_id == 0:
+                finished.wait(500)
+            return found
+
+    def half(message: Message) -> Message:
+        answer = sends(uploads["client-2"])(message)
+        assert answer is not None
+        answer.metadata.__dict__["_src_node_id"] = 0
+        return answer
+
+    one, two, _ = all_well(uploads)
+    try:
+        done = play(federation, tmp_path, Node([half], [confirms]), one, two, kind=Stuck, patience=0.2)
+    finally:
+        finished.set()
+    assert done.summary["delivered"] == dict.fromkeys(["client-0", "client-1"], "model_made")
+    assert done.summary["missing"] == ["client-2"]
+
+
+def test_a_receipt_before_there_are_replies(federation, uploads, tmp_path) -> None:
+    """A node chooses the kind of its answer itself."""
+
+    def early(message: Message) -> Message:
+        answer = says(sha256="0" * 64, state="model_made")(message)
+        assert answer is not None
+        answer.metadata.__dict__["_message_type"] = "evaluate"
+        return answer
+
+    one, two, three = all_well(uploads)
+    three.train = [early, *three.train]
+    done = play(federation, tmp_path, one, two, three, grace_seconds=500.0)
+    assert done.summary["refused"] == ["receipt"]
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+
+
+def test_whatever_goes_wrong_with_one_answer_is_that_nodes_failure(federation, uploads, tmp_path, monkeypatch) -> None:
+    verify = server.verify_upload
+
+    def broken(agreed: files.FederationFile, data: bytes) -> Upload:
+        if data == b"strange":
+            raise ZeroDivisionError("a bug")
+        return verify(agreed, data)
+
+    monkeypatch.setattr(server, "verify_upload", broken)
+    one, two, _ = all_well(uploads)
+    done = play(federation, tmp_path, Node([sends(b"strange")]), one, two)
+    assert "unexpected" in done.summary["refused"]
+    assert done.summary["delivered"] == dict.fromkeys(["client-0", "client-1"], "model_made")
+
+
+def test_a_question_that_got_lost_is_asked_again(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    three.train = [silent, silent, *three.train]
+    done = play(federation, tmp_path, one, two, three, deadline_seconds=20_000.0, grace_seconds=15_000.0)
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+    moments = [moment for kind, moment in three.asked if kind == "train"]
+    assert [round((later - earlier) / 3600) for earlier, later in pairwise(moments)] == [1, 2]
+
+
+def test_an_upload_that_comes_twice_from_one_node(federation, uploads, tmp_path) -> None:
+    """Asked twice, a slow site answers twice, with the same bytes."""
+    one, two, three = all_well(uploads)
+    three.takes = 4000.0
+    done = play(federation, tmp_path, one, two, three, deadline_seconds=30_000.0, grace_seconds=20_000.0)
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made")
+    assert done.summary["refused"] == []
+
+
+def test_the_summary_says_what_ended_the_run(federation, uploads, tmp_path) -> None:
+    def fuse(paths: dict[str, Path]) -> dict[str, bytes]:
+        raise MethodError("diverged", "it cannot be fused")
+
+    with pytest.raises(MethodError):
+        play(federation, tmp_path, *all_well(uploads), fuse=fuse)
+    assert play.last.summary["error"] == "error[diverged]: it cannot be fused"  # type: ignore[attr-defined]
+    assert play.last.summary["complete"] is False  # type: ignore[attr-defined]
 
 
 def test_bytes_travel_unchanged() -> None:

@@ -1,4 +1,5 @@
 from . import budgets as budgets
+from . import carry as carry
 from . import cells as cells
 from . import page as page
 from . import publish as publish

@@ -3,8 +3,8 @@
 What is equal is arithmetic. One synthesis step changes a batch of images once, with all N client networks looking on;
 one student step is one gradient step of a student on a batch. A method gets S of the first and D of the second, or,
 where it splits them otherwise, S + D together. A network that is inverted by itself costs one N-th of a synthesis step,
-and such a method gets N times as many. Averages, ensembles and closed formulas cost next to nothing and stay as they
-are.
+and such a method gets N times as many. FedBiCross, whose K students learn from K clusters each, gets fewer steps, as a
+step of it costs more. Averages, ensembles and closed formulas cost next to nothing and stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from fedbicross.errors import ConfigError, nearest
-from fedbicross.methods import method_names
+from fedbicross.methods import create, method_names
 
 T = 500  # synthesis steps of one batch in FedISCA, FedBiCross and primum
 T_GENERATOR = 30  # steps of a generator per epoch in DENSE and Co-Boosting
@@ -53,16 +53,31 @@ def settings(name: str, spec: str, clients: int) -> dict[str, dict[str, Any]]:
     """``RunConfig.method`` for one method under a budget: under its name and, as a variant would win, its full name."""
     check_name(name)
     budget, family = BUDGETS[name], spec.partition(":")[0]
-    values = {} if budget is None else _settings(budget, clients).get(family, {})
+    values = {} if budget is None else _settings(budget, clients, spec).get(family, {})
     if not values:
         return {}
     return {family: dict(values), **({spec: dict(values)} if spec != family and spec in method_names() else {})}
 
 
-def _settings(budget: Budget, clients: int) -> Mapping[str, Mapping[str, Any]]:
+def _clusters(spec: str) -> int:
+    """K of a variant of FedBiCross, before any other setting; one chosen from the uploads counts as the default."""
+    own, default = (create(name).config.clusters for name in (spec, "fedbicross"))
+    return int(default if own == "auto" else own)
+
+
+def _passes(clients: int, clusters: int | None = None) -> int:
+    """Forward passes of a step of FedISCA, or of FedBiCross with K clusters.
+
+    2N of synthesis, 2N of both teachers, and 3 for each student on each batch that it sees, held-out rows among them.
+    """
+    return 4 * clients + 3 * (1 if clusters is None else clusters * (clusters + 1))
+
+
+def _settings(budget: Budget, clients: int, spec: str) -> Mapping[str, Mapping[str, Any]]:
     s, d, batch = budget.synthesis, budget.student, budget.batch
     steps = min(T, s)
     trajectories = max(1, round(s / steps))
+    dearer = _passes(clients, _clusters(spec)) / _passes(clients) if spec.startswith("fedbicross") else 1.0
     once = min(1000, s)  # E-FedISCA synthesises once and spends the rest on its student
     per_epoch = min(T_GENERATOR, s)
     rounds = max(1, ceil(s / per_epoch))
@@ -70,7 +85,7 @@ def _settings(budget: Budget, clients: int) -> Mapping[str, Mapping[str, Any]]:
     dafl_steps = min(100, s)
     found: dict[str, dict[str, Any]] = {
         "fedisca": {"epochs": trajectories, "steps": steps, "batch": batch},
-        "fedbicross": {"trajectories": trajectories, "steps": steps, "batch": batch},
+        "fedbicross": {"trajectories": max(1, round(s / steps / dearer)), "steps": steps, "batch": batch},
         "e_fedisca": {
             "steps": once,
             "memory": min(500, once),

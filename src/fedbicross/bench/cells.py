@@ -105,11 +105,15 @@ def save(out: Path, cell: Cell, results: Mapping[str, Any]) -> None:
         "device": results["versions"]["device"],
     }
     try:
-        text = json.dumps(stored, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        write_atomic(file_of(out, cell), f"{text}\n".encode())
+        write_atomic(file_of(out, cell), as_bytes(stored))
         error_file_of(out, cell).unlink(missing_ok=True)
     except OSError as error:
         raise RunError("cannot_write", f"writing to {out} failed: {error.strerror}") from None
+
+
+def as_bytes(stored: Mapping[str, Any]) -> bytes:
+    """A cell as one line of JSON."""
+    return f"{json.dumps(stored, separators=(',', ':'), sort_keys=True, allow_nan=False)}\n".encode()
 
 
 # An absolute path up to its last name: cells are handed on, and say nothing about the machine that made them.

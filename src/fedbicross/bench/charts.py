@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -11,9 +12,11 @@ from fedbicross.report.figures import gain_strips
 from fedbicross.report.svg import SERIES, coordinate, line, rect, spaced, svg, tag, text, tick_text, ticks, triangle
 from fedbicross.report.text import duration, points, short, size
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT = 470.0, 40.0, 150.0, 26.0, 236.0
+WIDTH, LEFT, RIGHT, TOP, HEIGHT = 484.0, 40.0, 164.0, 26.0, 236.0
+LETTERS = 24  # of a method's name at the right
 FLOOR = -0.15  # gains below are drawn there: a method that loses 80 points must not flatten all others
 NARROW = 354.0
+WHOLE = re.compile(r"\.0+(?!\d)")  # the end of 1.00 s, not of 0.01 s
 SIZES = (0, 250, 500, 1000, 2000, 4000)  # images of a hospital
 
 
@@ -76,7 +79,7 @@ def gain_lines(paths: Paths, places: Places, xlabel: str, label: str, colour: Ma
             ends.append((method, spots[-1][1]))
     heights = spaced([y for _, y in ends], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(ends, heights, strict=True):
-        body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=f"name s{colour[method]}"))
+        body.append(text(LEFT + wide + 6, y + 4, method, LETTERS, class_=f"name s{colour[method]}"))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
 
 
@@ -96,7 +99,7 @@ def gains_by_skew(groups: Sequence[Group], colour: Mapping[str, int], label: str
 
 
 def gains_by_size(groups: Sequence[Group], colour: Mapping[str, int], label: str) -> str:
-    """Of one data set: the mean over its skews for each number of hospitals."""
+    """Of one data set: the mean over its skews for each number of hospitals, of which there must be two."""
     found: dict[int, list[Group]] = {}
     for group in groups:
         found.setdefault(group.clients, []).append(group)
@@ -111,7 +114,7 @@ def gains_by_size(groups: Sequence[Group], colour: Mapping[str, int], label: str
         for method, values in gains.items():
             if len(values) == len(members):  # a mean over fewer skews is another thing
                 paths.setdefault(method, []).append((math.log10(max(sizes[n], 1)), fmean(values)))
-    return gain_lines(paths, places, "images per hospital", label, colour) if places else ""
+    return gain_lines(paths, places, "images per hospital", label, colour) if len(places) > 1 else ""
 
 
 def _methods(group: Group) -> list[Line]:
@@ -158,9 +161,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
         x = at(value, low)[0]
         body.append(line(x, TOP, x, TOP + HEIGHT, "rule"))
         name = "0" if value == floor and min(cost for _, _, cost, _ in shown) < floor else show(value)
-        body.append(
-            text(x, TOP + HEIGHT + 17, name.replace(".00", "").replace(".0", ""), anchor="middle", class_="tick")
-        )
+        body.append(text(x, TOP + HEIGHT + 17, WHOLE.sub("", name), anchor="middle", class_="tick"))
     names = []
     named = {max((item for item in shown if item[1] == role), key=lambda item: item[3])[0] for role in roles}
     for method, role, cost, accuracy in shown:
@@ -178,7 +179,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
     heights = spaced([y for _, y in names], 14.0, TOP + 4, TOP + HEIGHT)
     for (method, _), y in zip(names, heights, strict=True):
         kind = f"name s{colour[method]}" if method in colour else "label"
-        body.append(text(LEFT + wide + 6, y + 4, method, 20, class_=kind))
+        body.append(text(LEFT + wide + 6, y + 4, method, LETTERS, class_=kind))
     return svg(WIDTH, TOP + HEIGHT + 42, body, label, narrow=NARROW)
 
 
@@ -223,7 +224,7 @@ def when_it_pays(groups: Sequence[Group]) -> str:
         return ""
     columns = sorted({column for column, _ in fields})
     rows = sorted({alpha for _, alpha in fields})
-    left, top, tall = 70.0, 44.0, 66.0
+    left, top, tall = 70.0, 44.0, 78.0
     wide = min(200.0, (940.0 - left - 4) / len(columns))
     body = [text(left, 14, "images of a hospital", class_="axis"), text(0, top - 8, "skew", class_="axis")]
     for j, column in enumerate(columns):
@@ -262,7 +263,8 @@ def _field(x: float, y: float, wide: float, tall: float, groups: Sequence[Group]
         rect(x, y, wide - 3, tall - 3, "void"),
         rect(x, y, wide - 3, tall - 3, harm, fill_opacity=f"{shade:.2f}"),
         triangle(x + 16, y + 20, 5, means[best] > 0, "dot helped" if means[best] > 0 else "dot harmed"),
-        text(x + 28, y + 24, f"{points(means[best])} {best}", max(int((wide - 36) / 7), 8), class_="label strong"),
-        text(x + 10, y + 44, f"{wins} win, {losses} lose", max(int((wide - 16) / 6.4), 8), class_="value"),
+        text(x + 28, y + 24, points(means[best]), 8, class_="label strong"),
+        text(x + 10, y + 43, best, max(int((wide - 16) / 6.8), 8), class_="label"),
+        text(x + 10, y + 62, f"{wins} win, {losses} lose", max(int((wide - 16) / 6.4), 8), class_="value"),
     ]
     return tag("g", "".join(marks), tip=tip)

@@ -170,7 +170,7 @@ def _row(group: Group, line: Line, published: Sequence[Comparison], out: Path, s
             "suite": group.suite,
         },
         "method": line.method,
-        "name": Markup(str(escape(line.method)).replace(":", ":<wbr>")),
+        "name": Markup(str(escape(line.method)).replace(":", ":<wbr>").replace("_", "_<wbr>")),
         "place": f"{group.title}, {group.skew}, N = {group.clients}; {line.budget}, {count(len(line.seeds), 'seed')}",
         "role": line.role,
         "bold": line.bold,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib import resources
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,12 +80,16 @@ class Sweep(Settings):
 
     @model_validator(mode="after")
     def _settings_of_what_runs(self) -> Sweep:
-        specs = [*self.alone, *self.methods]
-        known = {spec.partition(":")[0] for spec in specs} | set(specs)
-        for key in self.method:
-            if key not in known:
-                raise ValueError(f"sweep {self.name}: settings for {key!r}, which does not run{nearest(key, known)}")
+        _all_run(self.method, {*self.alone, *self.methods}, f"sweep {self.name}")
         return self
+
+
+def _all_run(settings: Iterable[str], specs: set[str], where: str) -> None:
+    """Refuse settings for methods that are not among these."""
+    known = {spec.partition(":")[0] for spec in specs} | specs
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{where}: settings for {key!r}, which does not run{nearest(key, known)}")
 
 
 class Published(Settings):
@@ -120,6 +124,21 @@ class Published(Settings):
         return self
 
 
+def _with_lists(sweep: Any, lists: dict[str, Any]) -> Any:
+    methods = sweep.get("methods") if isinstance(sweep, dict) else None
+    if not isinstance(methods, list) or not all(isinstance(name, str) for name in methods):
+        return sweep
+    found: list[Any] = []
+    for name in methods:
+        if not name.startswith("@"):
+            found.append(name)
+        elif isinstance(lists.get(name[1:]), list):
+            found += lists[name[1:]]
+        else:
+            raise ValueError(f"no list {name[1:]!r}{nearest(name[1:], [str(key) for key in lists])}")
+    return {**sweep, "methods": found}
+
+
 class Suite(Settings):
     """A whole file."""
 
@@ -132,8 +151,22 @@ class Suite(Settings):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: int | None = None
     data: dict[str, DataEntry]
+    lists: dict[str, list[str]] = Field(default_factory=dict, description="methods that sweeps call by @NAME")
+    method: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="settings per method for all sweeps, over the budget and under the sweep's"
+    )
     sweep: list[Sweep] = Field(min_length=1)
     published: list[Published] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, values: Any) -> Any:
+        """Put the lists where sweeps name them; what is not of the right shape is refused field by field later."""
+        sweeps = values.get("sweep") if isinstance(values, dict) else None
+        lists = values.get("lists", {}) if isinstance(values, dict) else {}
+        if not isinstance(sweeps, list) or not isinstance(lists, dict):
+            return values
+        return {**values, "sweep": [_with_lists(sweep, lists) for sweep in sweeps]}
 
     @field_validator("budget")
     @classmethod
@@ -153,6 +186,8 @@ class Suite(Settings):
             for name in sweep.data:
                 if name not in self.data:
                     raise ValueError(f"sweep {sweep.name}: no [data.{name}]{nearest(name, self.data)}")
+        known = {spec for sweep in self.sweep for spec in (*sweep.alone, *sweep.methods)}
+        _all_run(self.method, known, "the suite")
         return self
 
 
@@ -228,29 +263,34 @@ def expand(name: str, suite: Suite, budget: str | None = None) -> list[Cell]:
     """All cells, each once, in the order in which they are made.
 
     Sweep by sweep; in a sweep seed by seed, then by number of clients, data and partition, and there training alone
-    before the methods. Wherever it is stopped, all methods of the federations before are there to be compared.
+    before the methods. Neighbours of one name are one sweep whose methods train alone in different ways. Wherever it
+    is stopped, all methods of the federations before are there to be compared.
     """
     budget = budget or suite.budget
     budgets.check_name(budget)
     found: dict[str, Cell] = {}
-    for sweep in suite.sweep:
-        for cell in _sweep(name, suite, sweep, budget):
+    for _, members in groupby(suite.sweep, key=lambda sweep: sweep.name):
+        together = [each for sweep in members for each in _sweep(name, suite, sweep, budget)]
+        for _, cell in sorted(together, key=lambda each: each[0]):
             other = found.setdefault(cell.key, cell)
             if other is cell:
                 continue
-            if _what(other) != _what(cell):
+            if _definition(other) != _definition(cell):
                 raise ConfigError("same_cell", f"{other.sweep} and {cell.sweep} make {cell.key} in different ways")
             found[cell.key] = replace(other, also=(*other.also, cell.sweep))
     return list(found.values())
 
 
-def _what(cell: Cell) -> tuple[Any, ...]:
+def _definition(cell: Cell) -> tuple[Any, ...]:
     return cell.spec, cell.alone, cell.config
 
 
-def _sweep(name: str, suite: Suite, sweep: Sweep, budget: str) -> Iterator[Cell]:
+def _sweep(name: str, suite: Suite, sweep: Sweep, budget: str) -> Iterator[tuple[tuple[int, ...], Cell]]:
+    """Cells with the place of their federation in the sweep."""
     model = sweep.model or suite.model
-    for seed, clients, data, partition in product(sweep.seeds, sweep.clients, sweep.data, sweep.partitions):
+    for (s, seed), (n, clients), (d, data), (p, partition) in product(
+        enumerate(sweep.seeds), enumerate(sweep.clients), enumerate(sweep.data), enumerate(sweep.partitions)
+    ):
         kind, alpha = split_partition(partition)
         for spec in dict.fromkeys([*sweep.alone, *sweep.methods]):
             alone = spec in sweep.alone
@@ -266,12 +306,12 @@ def _sweep(name: str, suite: Suite, sweep: Sweep, budget: str) -> Iterator[Cell]
                 training=suite.training,
                 methods=specs,
                 baselines=[],
-                method=_method_settings(sweep, specs, budget, clients),
+                method=_method_settings(suite, sweep, specs, budget, clients),
                 seeds=[seed],
                 device=suite.device,
                 threads=suite.threads,
             )
-            yield Cell(
+            cell = Cell(
                 name,
                 budget,
                 sweep.name,
@@ -287,15 +327,18 @@ def _sweep(name: str, suite: Suite, sweep: Sweep, budget: str) -> Iterator[Cell]
                 tuple(sweep.alone),
                 config,
             )
+            yield (s, n, d, p), cell
 
 
-def _method_settings(sweep: Sweep, specs: Sequence[str], budget: str, clients: int) -> dict[str, dict[str, Any]]:
-    """Budget, then the suite's own; of the latter only what concerns these methods."""
+def _method_settings(
+    suite: Suite, sweep: Sweep, specs: Sequence[str], budget: str, clients: int
+) -> dict[str, dict[str, Any]]:
+    """Budget, then the suite's, then the sweep's own; of the latter two only what concerns these methods."""
     found: dict[str, Any] = {}
     for spec in specs:
         mine = budgets.settings(budget, spec, clients)
         family = spec.partition(":")[0]
-        own = {key: value for key, value in sweep.method.items() if key in (family, spec)}
+        own = {key: value for key, value in merge(suite.method, sweep.method).items() if key in (family, spec)}
         # A setting of the whole family also has to win over the budget of a variant.
         for key in mine:
             if key != family and family in own:

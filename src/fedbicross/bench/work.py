@@ -15,9 +15,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 from fedbicross.atomic import write_atomic
@@ -407,6 +411,62 @@ def _busy(base: Path) -> bool:
     return any(RunFolder(path).held() for path in base.iterdir() if path.is_dir() and path.name != "alone")
 
 
+def run_in_processes(
+    cells: Sequence[Cell],
+    out: Path,
+    data_dir: Path | None = None,
+    *,
+    workers: int,
+    suite: Sequence[Cell] | None = None,
+    progress: Progress | None = None,
+    minutes: float | None = None,
+    keep_work: bool = False,
+) -> Outcome:
+    """``run`` in several processes of this machine, which share its GPU; they end with this one, even if it is killed.
+
+    If one dies, say for want of memory, the others make what it leaves.
+    """
+    arguments = (list(cells), out.resolve(), data_dir, list(suite or cells), minutes, keep_work)
+    outcomes: list[Outcome] = []
+    with contextlib.ExitStack() as opened:
+        # A pool each: the death of a process breaks all of its pool.
+        pools = [ProcessPoolExecutor(1, get_context("spawn"), _end_with_parent) for _ in range(workers)]
+        futures = [opened.enter_context(pool).submit(_worker, *arguments, i + 1) for i, pool in enumerate(pools)]
+        for future in as_completed(futures):
+            try:
+                outcomes.append(future.result())
+                _tell(outcomes[-1], progress)
+            except BrokenProcessPool:
+                if progress is not None:
+                    progress.say(f"worker {futures.index(future) + 1} died; the others go on")
+    if not outcomes:
+        raise RunError("workers_died", "all worker processes died, perhaps for want of memory; try fewer --workers")
+    return _together(outcomes, cells, out)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end as if killed when the process that started it is gone. Work goes on from its checkpoints."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+class Numbered(Silent):
+    """Says what is made, not every step, and who made it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+        print(f"worker {self.number}: {message}", flush=True)
+
+
 def run_on_ray(
     cells: Sequence[Cell],
     out: Path,
@@ -431,16 +491,22 @@ def run_on_ray(
     outcomes: list[Outcome] = []
     for outcome in _finished(ray, waiting):
         outcomes.append(outcome)
-        if progress is not None:
-            progress.say(f"a worker ended: {len(outcome.made)} cells made, {len(outcome.failed)} failed")
-    failed = {key: error for outcome in outcomes for key, error in outcome.failed.items()}
-    left = {key for outcome in outcomes for key in outcome.left}
-    return Outcome(
-        [key for outcome in outcomes for key in outcome.made],
-        failed,
-        outcomes[0].unavailable,
-        [cell.key for cell in cells if cell.key in left and not _current(cell, out)],
-    )
+        _tell(outcome, progress)
+    return _together(outcomes, cells, out)
+
+
+def _tell(outcome: Outcome, progress: Progress | None) -> None:
+    if progress is not None:
+        progress.say(f"a worker ended: {len(outcome.made)} cells made, {len(outcome.failed)} failed")
+
+
+def _together(outcomes: Sequence[Outcome], cells: Sequence[Cell], out: Path) -> Outcome:
+    """What all workers did; a cell that failed for one, or for which it had no time, may have been made by another."""
+    made = [key for outcome in outcomes for key in outcome.made]
+    failed = {key: error for outcome in outcomes for key, error in outcome.failed.items() if key not in made}
+    left = {key for outcome in outcomes for key in outcome.left} - set(failed)
+    still = [cell.key for cell in cells if cell.key in left and not _current(cell, out)]
+    return Outcome(made, failed, outcomes[0].unavailable, still)
 
 
 def _finished(ray: Any, waiting: list[Any]) -> Iterator[Outcome]:
@@ -460,5 +526,7 @@ def _worker(
     suite: list[Cell],
     minutes: float | None,
     keep_work: bool,
+    number: int | None = None,
 ) -> Outcome:
-    return run(cells, out, data_dir, suite=suite, minutes=minutes, keep_work=keep_work)
+    progress = None if number is None else Numbered(number)
+    return run(cells, out, data_dir, suite=suite, progress=progress, minutes=minutes, keep_work=keep_work)

@@ -1,6 +1,6 @@
 """The trust boundary: how tensors and a manifest become one file, and how such a file is read back.
 
-``pack``/``unpack`` (format), ``sign``/``verify_signature`` (who made it), ``read_file`` (one safe read),
+``pack``/``unpack`` (format), ``sign``/``check_signer`` (who made it), ``read_file`` (one safe read),
 ``validate`` (does it make sense), ``audit`` (what was accepted and refused).
 """
 

@@ -14,5 +14,5 @@ from .limits import UPLOAD as UPLOAD
 from .limits import Limits as Limits
 from .read import list_bundles as list_bundles
 from .read import read_file as read_file
+from .sign import check_signer as check_signer
 from .sign import sign as sign
-from .sign import verify_signature as verify_signature

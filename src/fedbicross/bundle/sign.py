@@ -10,7 +10,7 @@ from cryptography.exceptions import InvalidSignature
 
 from fedbicross.bundle import keys
 from fedbicross.bundle.format import Header, check_digests, inspect, with_metadata
-from fedbicross.bundle.limits import OWN, REPLY, Limits
+from fedbicross.bundle.limits import OWN
 from fedbicross.errors import ConfigError, UploadError
 
 if TYPE_CHECKING:
@@ -29,19 +29,11 @@ def sign(data: bytes, key: Ed25519PrivateKey) -> bytes:
     return with_metadata(data, header, signer, key.sign(_message(signer, header.text)).hex())
 
 
-def verify_signature(data: bytes, allowed: Mapping[str, str], limits: Limits = REPLY) -> str:
+def check_signer(header: Header, allowed: Mapping[str, str]) -> str:
     """The name of the signer: who must be among ``allowed`` (name to public key) and, for an upload, its sender.
 
-    Checks the whole file, tensors included: after it no byte can be other than the signer wrote it.
+    With the digests of the tensors (`format.check_digests`) no byte can be other than the signer wrote it.
     """
-    header = inspect(data, limits)
-    name = check_signer(header, allowed)
-    check_digests(data, header)
-    return name
-
-
-def check_signer(header: Header, allowed: Mapping[str, str]) -> str:
-    """The part of ``verify_signature`` that needs only the header."""
     names = _by_key(allowed)
     if header.signer is None or header.signature is None:
         raise UploadError("unsigned", "the bundle carries no signature: sign it with the site's key")

@@ -147,34 +147,30 @@ def check_matrix(tensors: Tensors, name: str, rows: int, max_columns: int) -> No
     _bounds(name, tensor)
 
 
+def _table_bounds(tensor: Tensor, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """The lowest and the highest number of a table beside the networks: finite, of this shape."""
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise UploadError("tensor_shape", f"{name!r} is {found}, expected {shape}")
+    return _bounds(name, tensor)
+
+
 def check_shares(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
     """Probabilities or weights: finite, none below zero."""
-    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        raise UploadError(
-            "tensor_shape", f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {shape}"
-        )
-    if _bounds(name, tensor)[0] < 0:
+    if _table_bounds(tensor, name, shape)[0] < 0:
         raise UploadError("magnitude", f"{name!r} holds a number below zero")
 
 
 def check_log_prior(tensor: Tensor, classes: int) -> None:
     """Logarithms of probabilities, one a class: finite, none above zero."""
-    if tuple(tensor.shape) != (classes,) or not tensor.is_floating_point():
-        raise UploadError(
-            "tensor_shape", f"'log_prior' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
-        )
-    if _bounds("log_prior", tensor)[1] > 0:
+    if _table_bounds(tensor, "log_prior", (classes,))[1] > 0:
         raise UploadError("magnitude", "'log_prior' holds a number above zero")
 
 
 def check_referral(tensor: Tensor, classes: int) -> None:
     """Finite odds for each class, some of them `NOT_REFERRED` and some below it."""
-    if tuple(tensor.shape) != (classes,) or not tensor.is_floating_point():
-        raise UploadError(
-            "tensor_shape", f"'referral' is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {(classes,)}"
-        )
-    _bounds("referral", tensor)
-    if tensor.max() != NOT_REFERRED or tensor.min() == NOT_REFERRED:
+    low, high = _table_bounds(tensor, "referral", (classes,))
+    if high != NOT_REFERRED or low == NOT_REFERRED:
         raise UploadError("magnitude", f"'referral' does not hold odds below {NOT_REFERRED:g}, and that number, only")
 
 

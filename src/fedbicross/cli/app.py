@@ -31,12 +31,19 @@ from fedbicross.cli import (
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
+WHOLE = 1000  # characters of a command's line in the list of commands: none is cut off
+
+
 class Command(TyperCommand):
     """Help without the backslashes that some versions of typer put before brackets."""
 
     def get_help(self, ctx: Any) -> str:
         """The text after ``--help``."""
         return super().get_help(ctx).replace("\\[", "[")
+
+    def get_short_help_str(self, limit: int = WHOLE) -> str:
+        """Its line in the list of commands: the whole first sentence."""
+        return super().get_short_help_str(max(limit, WHOLE))
 
 
 class Group(TyperGroup):

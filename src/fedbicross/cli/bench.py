@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from fedbicross import bench
 from fedbicross.cli.run import Engine
 from fedbicross.cli.show import print_json, progress
-from fedbicross.errors import ConfigError
+from fedbicross.errors import ConfigError, RunError
 
 app = typer.Typer(help="Tables of many methods on many federations.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -73,13 +74,18 @@ def run(
     data_dir: DataDir = None,
     out: Out = Path("bench"),
     engine: Annotated[Engine, typer.Option(help="local, or ray: cells spread over its workers")] = Engine.local,
+    workers: Annotated[int, typer.Option(min=1, help="processes on this machine; they share its GPU")] = 1,
     keep_work: Annotated[bool, typer.Option("--keep-work", help="keep client models of finished federations")] = False,
 ) -> None:
     """Make the cells that are not there or stale; the same command again goes on where it stopped."""
+    if workers > 1 and engine is Engine.ray:
+        raise ConfigError("ray_or_workers", "--workers is for this machine alone; --engine ray has workers of its own")
     name, content = bench.suite.load(suite)
     everything = bench.suite.expand(name, content, budget)
     wanted = bench.suite.choose(everything, cells)
     make = bench.work.run_on_ray if engine is Engine.ray else bench.work.run
+    if workers > 1:
+        make = partial(bench.work.run_in_processes, workers=workers)
     with progress() as shown:
         done = make(
             wanted, out, data_dir, suite=everything, progress=shown, minutes=budget_minutes, keep_work=keep_work
@@ -128,6 +134,32 @@ def status(
     for status in statuses:
         if status.state in ("stale", "failed"):
             print(f"{status.state}: {status.cell.key}: {status.reason}")
+
+
+@app.command("pack")
+def pack(
+    to: Annotated[Path, typer.Option(help="the file, e.g. cells.jsonl.gz")],
+    suites: Suites = None,
+    out: Out = Path("bench"),
+) -> None:
+    """Put all stored cells into one file, to carry them to another machine."""
+    found = bench.carry.pack(suites or list(bench.suite.builtin()), out, to)
+    print(f"{len(found)} cells in {to} ({to.stat().st_size:,} bytes)")
+
+
+@app.command("unpack")
+def unpack(
+    file: Annotated[Path, typer.Argument(help="what `bench pack` wrote")],
+    suites: Suites = None,
+    out: Out = Path("bench"),
+) -> None:
+    """Put the cells of a packed file into the folder; those that are what the suite asks for replace others."""
+    done = bench.carry.unpack(file, suites or list(bench.suite.builtin()), out)
+    print(f"{len(done.written)} cells written, {len(done.kept)} kept as they were, {len(done.refused)} refused")
+    for problem in done.refused:
+        typer.echo(problem, err=True)
+    if done.refused:
+        raise RunError("cells_refused", f"{len(done.refused)} lines of {file} are no cells of these suites")
 
 
 @app.command("table")

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from fedbicross import bundle, deploy, disclosure, engine, parts, transport
+from fedbicross import bundle, deploy, disclosure, engine, parts, privacy, transport
 from fedbicross.cli import common, describe_bundle, join, models, page, site
 from fedbicross.cli.common import (
     FEDERATION,
@@ -83,7 +83,7 @@ def train(
         return
     print(f"{target}: {len(sent):,} bytes, ready to be handed to the server of run {agreed.run_id}")
     method = agreed.build()
-    print(f"what leaves: {method.upload_summary}")
+    print(f"what leaves: {method.leaves(agreed.training)}")
     print(f"others get:  {RECEIVES[method.others_receive]}")
     print(f"look at it:  fedbicross client show {target}")
 
@@ -144,6 +144,23 @@ def personalize(
     site.print_scores(f"{who}: on images that were held out", scores)
     before = "" if done is None else "done before: "
     print(f"{before}model: {out} (read {out / deploy.folder.CARD} before you use it)")
+
+
+@app.command("privacy")
+def privacy_of_site(work: WorkOption = WORK, json: JsonOption = False) -> None:
+    """Everything that this site ever sent, and the differential privacy of all of it together."""
+    entries = privacy.ledger.read(work / privacy.ledger.NAME)
+    total = privacy.ledger.total(entries)
+    if json:
+        print_json({"entries": [entry.model_dump() for entry in entries], "total": total.as_json()})
+        return
+    rows = [
+        (entry.time, entry.run, entry.client, entry.method, "none" if entry.privacy is None else entry.privacy.words)
+        for entry in entries
+    ]
+    if rows:
+        print_table("what this site sent", ("when (UTC)", "run", "as", "method", "differential privacy"), rows)
+    print(f"all together: {total.words}")
 
 
 app.command("predict")(models.predict)

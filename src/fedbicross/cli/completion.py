@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from fedbicross import data as images
 from fedbicross import methods as known
 from fedbicross import models as networks
+from fedbicross.evaluate.names import CHOICES
 
 
 def _offer(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -23,3 +24,4 @@ methods = _offer(lambda: [*known.method_names(), *known.PLUGINS.names()])
 models = _offer(lambda: networks.MODELS)
 data = _offer(lambda: [name for name, info in images.DATASETS.items() if not info.refused])
 partitions = _offer(lambda: images.PARTITIONS)
+metrics = _offer(lambda: CHOICES)

@@ -11,6 +11,7 @@ import typer
 from fedbicross import report, runs
 from fedbicross.cli.show import run_and_report
 from fedbicross.errors import FedBiCrossError
+from fedbicross.settings import as_toml
 
 if TYPE_CHECKING:
     from fedbicross.runs.config import RunConfig
@@ -43,7 +44,7 @@ def demo(
 def _unfinished(out: Path, config: RunConfig) -> bool:
     """Whether this very demo was stopped there before its end."""
     try:
-        same = (out / "config.toml").read_bytes() == runs.config.as_toml(config).encode()
+        same = (out / "config.toml").read_bytes() == as_toml(config).encode()
         return same and not report.write.load_results(out).get("complete")
     except OSError:
         return False

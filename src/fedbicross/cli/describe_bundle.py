@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedbicross import bundle, transport
 from fedbicross.cli.common import verdict
 from fedbicross.errors import ConfigError, FedBiCrossError, UploadError
+from fedbicross.privacy.statement import Statement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,13 +66,21 @@ def words(data: bytes, header: Header, agreed: FederationFile | None) -> list[tu
     if header.kind == "upload":
         rows += [("images per class", _counts(manifest)), ("number of images", _plain(manifest.get("num_samples")))]
         rows += [("further numbers and words", _plain(manifest.get("extra")))]
+        rows += [("differential privacy", _privacy(manifest.get("privacy")))]
     else:
         rows += [("further numbers and words", _plain(manifest.get("info")))]
     if agreed is not None:
         rows += [
-            ("the method says", agreed.build().upload_summary if header.kind == "upload" else "a reply of the server")
+            (
+                "the method says",
+                agreed.build().leaves(agreed.training) if header.kind == "upload" else "a reply of the server",
+            )
         ]
     return [*rows, ("checked", _verdict(data, header, agreed))]
+
+
+def _privacy(found: dict[str, Any] | None) -> str:
+    return "none" if found is None else Statement(**found).words
 
 
 def _agreement(found: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbicross import bundle, runs, transport
+from fedbicross.cli import completion
 from fedbicross.cli.common import FEDERATION, JsonOption, check_new, keygen, print_table, read_public, write_new
 from fedbicross.cli.show import print_json
 from fedbicross.errors import ConfigError
@@ -32,8 +33,10 @@ def init(
     run_id: Annotated[str | None, typer.Option(help="name of this run (default: a random one)")] = None,
     image_size: Annotated[int, typer.Option(help="pixels per side")] = 28,
     channels: Annotated[int, typer.Option(help="1: grey, 3: RGB")] = 3,
-    model: Annotated[str | None, typer.Option(help="architecture (default resnet18)")] = None,
-    method: Annotated[str, typer.Option(help="name or name:variant")] = "fedbicross",
+    model: Annotated[
+        str | None, typer.Option(help="architecture (default resnet18)", autocompletion=completion.models)
+    ] = None,
+    method: Annotated[str, typer.Option(help="name or name:variant", autocompletion=completion.methods)] = "fedbicross",
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
     seed: Annotated[int, typer.Option(help="of every random stream")] = 0,
     quorum: Annotated[int | None, typer.Option(help="uploads that the server waits for (default: all)")] = None,
@@ -44,6 +47,8 @@ def init(
     json: JsonOption = False,
 ) -> None:
     """Write federation.toml, to be given to every site."""
+    if post is not None:
+        transport.post.Post(post).require()
     sites = _sites(client or [], post)
     key = _server_key(post) if server is None else read_public(server)
     values: dict[str, Any] = {key: runs.config.QUICK[key] for key in ("model", "training")} if quick else {}
@@ -78,7 +83,8 @@ def init(
     print(f"fingerprint: {federation.fingerprint}")
     for name, text in sites.items():
         print(f"  {name}: {bundle.keys.fingerprint(text)}")
-    print("Give this file to every site; each compares the fingerprint with you by telephone before it trains.")
+    where = "Give this file to every site" if post is None else f"It is in {post}, too, for every site"
+    print(f"{where}; each compares the fingerprint with you by telephone before it trains.")
 
 
 def _sites(given: list[str], post: Path | None) -> dict[str, str]:
@@ -134,7 +140,12 @@ def show(
     if json:
         resolved = {**federation.model_dump(), "settings": method.config.model_dump()}
         print_json(
-            {**resolved, "fingerprint": federation.fingerprint, "run": federation.run, "leaves": method.upload_summary}
+            {
+                **resolved,
+                "fingerprint": federation.fingerprint,
+                "run": federation.run,
+                "leaves": method.leaves(federation.training),
+            }
         )
         return
     counts = federation.class_counts
@@ -149,7 +160,7 @@ def show(
         ("model", federation.model),
         ("method", f"{federation.method}: {method.summary}"),
         ("training", f"{federation.training.recipe} recipe, {federation.training.epochs} epochs"),
-        ("what leaves", method.upload_summary),
+        ("what leaves", method.leaves(federation.training)),
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),
         ("purpose", federation.purpose or "not written down"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from fedbicross.cli.common import (
     WorkOption,
 )
 from fedbicross.cli.show import print_json
+from fedbicross.errors import RunError
 from fedbicross.transport import flower
 
 app = typer.Typer(
@@ -56,12 +57,16 @@ def up(
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the only port that sites need to reach")] = 8000,
     device: DeviceOption = "auto",
+    node_megabytes: Annotated[
+        int, typer.Option(min=1, help="most that one site's node may bring in one run; more is refused unread")
+    ] = 256,
 ) -> None:
     """At the server: start the SuperLink behind a gate that lets only nodes in, and stay; Ctrl-C ends it."""
     settings = flower.settings.server_settings(federation=federation, key=key, work=work, device=device)
-    link, gate = flower.deploy.superlink(settings, certificates, host, port)
-    gate.begin()
-    link.become()
+    with flower.deploy.listen(host, port) as listener:
+        link, beside = flower.deploy.superlink(settings, certificates, listener, node_megabytes << 20, _say)
+        flower.deploy.compact(work)
+        flower.supervise.stay(link, beside, _say)
 
 
 @app.command()
@@ -97,7 +102,7 @@ def join(
     settings = flower.settings.site_settings(**places, device=device, accept=",".join(accept or []))
     if flower.deploy.lock_is_void():
         typer.echo("note: as root the app folder cannot be closed; start the node as a user of its own", err=True)
-    flower.deploy.supernode(settings, server, ca, node_key).become()
+    flower.deploy.supernode(settings, server, ca, node_key, _say).become()
 
 
 @app.command()
@@ -109,12 +114,17 @@ def run(
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
     hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
-    summary = flower.deploy.run(
-        work, flower.settings.Waiting.from_run_config(hours), lambda line: typer.echo(line, err=True)
-    )
+    summary = flower.deploy.run(work, flower.settings.Waiting.from_run_config(hours), _say)
     if json:
         print_json(summary)
-        return
+    else:
+        _print(summary)
+    if summary["undelivered"]:
+        waiting = ", ".join(summary["undelivered"])
+        raise RunError("undelivered", f"replies wait here for {waiting}; the same command again brings them")
+
+
+def _print(summary: dict[str, Any]) -> None:
     for site, state in sorted(summary["delivered"].items()):
         print(f"{site}: {state.replace('_', ' ')}")
     for label, words in (
@@ -124,3 +134,7 @@ def run(
     ):
         for site in summary[label]:
             print(f"{site}: {words}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

@@ -59,6 +59,7 @@ def join(
     """A site's whole way: give the same command again at every turn; it does what can be done and says what is next."""
     rules = disclosure.policy.policy_here(policy)
     travel = transport.post.Post(post)
+    travel.require()
     who = name or _only_key()
     _make_key(travel, who)
     agreed = _agree(travel, fingerprint)
@@ -132,7 +133,7 @@ def _agree(post: Post, fingerprint: str | None) -> FederationFile | None:
     print(f"agreement: run {agreed.run_id}, {agreed.method}, {len(agreed.clients)} sites")
     print(f"classes:   {', '.join(agreed.classes)}")
     method = agreed.build()
-    print(f"leaves:    {method.upload_summary}")
+    print(f"leaves:    {method.leaves(agreed.training)}")
     print(f"others:    {RECEIVES[method.others_receive]}")
     if fingerprint is None:
         if not sys.stdin.isatty():

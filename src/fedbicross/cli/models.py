@@ -33,7 +33,7 @@ AloneOption = Annotated[bool, typer.Option("--alone", help="the model that the s
 
 
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="image or DICOM files, or folders of them")],
+    images: Annotated[list[Path], typer.Argument(help="image, DICOM or NIfTI files, or folders of them")],
     model: ModelOption,
     out: Annotated[Path | None, typer.Option(help="a CSV file (default: standard output)")] = None,
     method: MethodOption = None,
@@ -61,7 +61,7 @@ def predict(
         print(text, end="")
     else:
         write_new(out, text.encode())
-        print(f"{out}: {len(paths)} images")
+        print(f"{out}: {len(text.splitlines()) - 1} images")
 
 
 def export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,11 @@ def run(
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="local epochs (default 100)")] = None,
     metric: Annotated[
-        str | None, typer.Option(help="what the verdict goes by: accuracy (default), balanced_accuracy or macro_auc")
+        str | None,
+        typer.Option(
+            help="what the verdict goes by: accuracy (default), balanced_accuracy or macro_auc",
+            autocompletion=completion.metrics,
+        ),
     ] = None,
     seed: Annotated[list[int] | None, typer.Option(help="repeat for several seeds (default 0)")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps")] = None,
@@ -92,7 +97,7 @@ def run(
     if out is None and not _is_folder_name(loaded.name):
         raise ConfigError("name", f"name: {loaded.name!r} is no name for a folder in runs/; change it or give --out")
     if quick:
-        typer.echo(f"quick settings (indicative only): {runs.config.QUICK}", err=True)
+        typer.echo(f"quick settings (indicative only): {', '.join(_in_effect(runs.config.QUICK, loaded))}", err=True)
     folder = out or Path("runs") / loaded.name
     if engine is Engine.ray:
         if overwrite:
@@ -104,6 +109,15 @@ def run(
 
 def _names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _in_effect(changed: Mapping[str, Any], settings: Any, table: str = "") -> list[str]:
+    """What these keys are set to in the end, ``training.epochs=8``, as `--set` takes it."""
+    found = []
+    for key, value in changed.items():
+        actual = getattr(settings, key)
+        found += _in_effect(value, actual, f"{key}.") if isinstance(value, Mapping) else [f"{table}{key}={actual}"]
+    return found
 
 
 def _is_folder_name(name: str) -> bool:

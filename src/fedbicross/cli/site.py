@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbicross import deploy, transport
+from fedbicross import deploy, privacy, transport
 from fedbicross.cli.common import print_table, site_work
 from fedbicross.cli.show import progress
 
@@ -35,6 +35,11 @@ class Site:
         """Where its unfinished and private work lies."""
         return site_work(self.work, self.agreed, self.name)
 
+    @property
+    def book(self) -> Path:
+        """Everything that was ever sent from here, over all federations."""
+        return self.work / privacy.ledger.NAME
+
     def load(self) -> Any:
         """Images to train on, and those that are held out."""
         return self.load_named()[:2]
@@ -59,9 +64,16 @@ def train(site: Site, key: Ed25519PrivateKey, accept: Sequence[str], policy: Pol
         for warning in warnings:
             shown.say(f"warning: {warning}")
         shown.say(f"{site.name}: {len(client.labels):,} images to train on, {len(held_out):,} held out")
-        audited = for_audit(site, held_out, names)
         made = transport.files.make_upload(
-            site.agreed, client, key, site.folder, shown, device=site.device, policy=policy, held_out=audited
+            site.agreed,
+            client,
+            key,
+            site.folder,
+            shown,
+            device=site.device,
+            book=site.book,
+            policy=policy,
+            held_out=for_audit(site, held_out, names),
         )
         statement = site.folder / f"{transport.site_audit.place(made)}.html"
         if statement.is_file():
@@ -88,7 +100,7 @@ def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str,
         client=site.name,
         run=agreed.run,
         method=agreed.method,
-        leaves=method.upload_summary,
+        leaves=method.leaves(agreed.training),
         upload_bytes=sent.stat().st_size if sent.is_file() else None,
         train_images=len(client.labels),
         hold_out=agreed.hold_out,
@@ -97,10 +109,21 @@ def finish(site: Site, reply: bytes, out: Path, onnx: bool = False) -> dict[str,
         training=agreed.training.model_dump(),
         reply_sha256=hashlib.sha256(reply).hexdigest(),
         notes=transport.files.notes_in(opened),
+        privacy=_privacy(site),
     )
     finished = deploy.folder.Finished(made.federated, origin, made.alone, made.calibration_images, scores)
     deploy.folder.write_model(out, finished, onnx=onnx)
     return scores
+
+
+def _privacy(site: Site) -> dict[str, str | None] | None:
+    """Of the upload behind a model, and of everything that the site ever sent, in words; none where nobody knows."""
+    entries = privacy.ledger.read(site.book)
+    mine = [entry for entry in entries if (entry.run, entry.client) == (site.agreed.run, site.name)]
+    if not mine:
+        return None
+    stated = mine[-1].privacy
+    return {"upload": None if stated is None else stated.words, "total": privacy.ledger.total(entries).words}
 
 
 def print_scores(title: str, scores: dict[str, Any]) -> None:

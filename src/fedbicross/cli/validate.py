@@ -9,6 +9,7 @@ import typer
 
 from fedbicross import runs
 from fedbicross.cli.show import print_json
+from fedbicross.settings import as_toml
 
 
 def validate(
@@ -26,4 +27,4 @@ def validate(
     if loaded.client_models:
         print(f"# clients, in the order of their names: {', '.join(loaded.client_models)}, and so on from the start")
         print(f"# students of the server, and the pooled network: {loaded.model}")
-    print(runs.config.as_toml(loaded))
+    print(as_toml(loaded))

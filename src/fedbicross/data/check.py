@@ -19,7 +19,7 @@ from fedbicross.context import Progress, Silent
 from fedbicross.data.catalogue import DATASETS
 from fedbicross.data.dataset import Images, Split
 from fedbicross.data.folder import PATIENTS, choose_test, columns, look_at, scan
-from fedbicross.data.layout import Entry, Found, Problem
+from fedbicross.data.layout import Entry, Found, Problem, folders_in_every_class
 from fedbicross.data.load import load_dataset
 from fedbicross.data.medmnist import load_npz
 from fedbicross.data.pictures import Header, Reader, convert, eight_bit
@@ -141,12 +141,12 @@ def _copies(facts: Facts, published: bool) -> list[Finding]:
                 f"remove the copies (`fedbicross check` lists them){_accept(LEAK, refused)}",
             )
         )
-    for where, name in (("train", "training"), ("test", "test")):
-        extra = sum(len(group.places) - 1 for group in copies if group.where == where)
-        if extra:
-            out.append(
-                Finding(f"copies_in_{where}", "warning", f"{_count(extra, f'{name} image')} with the pixels of another")
-            )
+    for name, here in (("train", False), ("test", True)):
+        inside = (sum(facts.is_test[place] == here for place in group.places) for group in copies)
+        if extra := sum(max(count - 1, 0) for count in inside):
+            what = "training image" if name == "train" else "test image"
+            message = f"{_count(extra, what)} with the pixels of another one of that set"
+            out.append(Finding(f"copies_in_{name}", "warning", message))
     if wrong := [group for group in copies if not group.same_label]:
         names = ", ".join(facts.classes[label] for label in sorted({facts.labels[p] for p in wrong[0].places}))
         out.append(
@@ -197,7 +197,7 @@ def _classes(facts: Facts, site: bool) -> list[Finding]:
                 UNTRAINED,
                 "refused" if refused else "warning",
                 f"{share:.1%} of the test images are of classes without training images: {_some(missing)}",
-                f"are classes spelt alike in train and test?{_accept(UNTRAINED, refused)}",
+                f"spell every class alike in train and test{_accept(UNTRAINED, refused)}",
             )
         )
     if few := [f"{name} ({test[name]})" for name in present if train[name] and test[name] < FEW]:
@@ -357,6 +357,10 @@ def _describe(path: Path, seen: Sequence[tuple[Entry, Header, bytes | None]], ou
     for which, part in (("training", ~is_test), ("test", is_test)):
         if out.test_set == "given" and not part.any():
             out.findings.append(Finding("empty", "refused", f"the {which} set holds no image that can be read"))
+    if path.is_dir() and (inner := folders_in_every_class(path, entries)):
+        message = f"every class holds folders of the same names: {_some(inner)}"
+        hint = f"if those are the classes, and {_some(classes)} sites or sets, say so in a CSV manifest"
+        out.findings.append(Finding("folders_in_every_class", "warning", message, hint))
     headers = [header for _, header, _ in seen]
     out.kinds = _tally(header.kind for header in headers)
     out.modes = _tally(header.mode for header in headers)

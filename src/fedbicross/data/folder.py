@@ -16,7 +16,7 @@ import numpy as np
 
 from fedbicross.data.dataset import Dataset, Images, Indices, Names, Split
 from fedbicross.data.files import KNOWN
-from fedbicross.data.layout import Entry, Found, Problem, scan_folder
+from fedbicross.data.layout import Entry, Found, Problem, folders_in_every_class, scan_folder
 from fedbicross.data.manifest import scan_manifest
 from fedbicross.data.patient_groups import split_off_test
 from fedbicross.data.pictures import MAX_PIXELS, Header, Reader, convert
@@ -53,6 +53,8 @@ def load_folder(
     notes = ["own images"]
     if found.skipped:
         notes.append(f"{len(found.skipped)} files were passed over (`fedbicross check` lists them)")
+    if path.is_dir() and (inner := folders_in_every_class(path, entries)):
+        notes.append(f"the classes {', '.join(classes[:3])} all hold folders named {inner[0]}: are those the classes?")
     if PATIENTS in accept and patients is not None and np.intersect1d(patients[is_test], patients[~is_test]).size:
         patients = None
         notes.append("patients are in both train and test, which was accepted: they are ignored")

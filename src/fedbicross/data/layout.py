@@ -76,6 +76,20 @@ def split_of(name: str) -> str | None:
     return found.lastgroup if found else None
 
 
+def folders_in_every_class(root: Path, entries: Iterable[Entry]) -> list[str]:
+    """Names of folders that lie in every class folder, if several do: those may be the classes, and not the outer ones.
+
+    As in ``SITE/CLASS/…``, or where several downloaded sets lie side by side.
+    """
+    inside: dict[str, set[str]] = {}
+    for entry in entries:
+        folders = entry.path.relative_to(root).parts[:-1]
+        below = folders[folders.index(entry.label) + 1 :]
+        inside.setdefault(entry.label, set()).update([name for name in below if split_of(name) is None][:1])
+    shared = sorted(set.intersection(*inside.values())) if len(inside) > 1 else []
+    return shared if len(shared) > 1 else []
+
+
 def scan_folder(root: Path) -> Found:
     """Find the images of a folder, in a fixed order."""
     if not root.is_dir():

@@ -55,7 +55,8 @@ site {_text(origin["client"])} in {_where(origin)}.
 
 ## Privacy
 
-- A trained network can give away something of the images it was trained on, such as whether a person was among them.
+{_private(origin.get("privacy"))}- A trained network can give away something of the images it was trained on, such
+  as whether a person was among them.
   The upload and this model are both such networks: handle them like patient data unless an audit says otherwise.
 - Signatures prove who sent a file and that nobody changed it. They hide nothing.
 - This model also holds something of the other sites: what the server made of their uploads.
@@ -77,6 +78,14 @@ fedbicross.load_model("THIS_FOLDER").probabilities(images)  # uint8 [n, H, W, C]
 def _noted(notes: Sequence[str]) -> str:
     lines = "\n".join(f"- {_text(note)}" for note in notes)
     return f"## What the server noted\n\nOn the uploads behind this model:\n\n{lines}\n\n" if notes else ""
+
+
+def _private(found: Mapping[str, str | None] | None) -> str:
+    if found is None:
+        return ""
+    upload = found["upload"]
+    sent = "no differential privacy: nothing bounds what it gives away" if upload is None else _text(upload)
+    return f"- The upload: {sent}.\n- Everything that the site ever sent: {_text(found['total'])}.\n"
 
 
 def metric_rows(*tests: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -56,6 +56,7 @@ class Origin:
     training: Mapping[str, Any]
     reply_sha256: str | None = None  # of the reply that it was made from, in a federation
     notes: list[str] = field(default_factory=list)  # of the server, on the uploads behind its reply
+    privacy: Mapping[str, str | None] | None = None  # of the upload, and of all that the site ever sent, in words
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ def own_model(finished: Finished) -> Finished:
     """The model that the site trained alone, in the place of the federated one."""
     if finished.alone is None:
         raise ConfigError("no_model_alone", "this folder holds no model that a site trained alone")
-    origin = replace(finished.origin, method="trained alone", leaves="Nothing.", upload_bytes=None, notes=[])
+    origin = replace(
+        finished.origin, method="trained alone", leaves="Nothing.", upload_bytes=None, notes=[], privacy=None
+    )
     scores = {"test": finished.scores["alone"], "alone": None, "comparison": None}
     return replace(finished, model=finished.alone, alone=None, origin=origin, scores=scores)
 

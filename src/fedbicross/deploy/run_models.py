@@ -20,8 +20,9 @@ from fedbicross.federation import POOLED, pooled
 from fedbicross.messages import Client, Predictor, file_name
 from fedbicross.parts.calibration import LEAST_IMAGES, calibrate
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, read_toml
-from fedbicross.settings import parse
+from fedbicross.runs.config import RunConfig
+from fedbicross.settings import parse, parse_toml
+from fedbicross.sums import Sums
 
 MARKS = ("config.toml", "partition.json")  # by these a folder is known as a run
 MAX_RESULTS = 1 << 30  # bytes
@@ -83,7 +84,9 @@ def at(file: Path, run: Path) -> RunModel:
 
 def load(model: RunModel) -> Predictor:
     """The model as the run left it."""
-    return checked(read_file(model.file, linked=True))  # a run keeps equal bytes once, under several names
+    data = read_file(model.file, linked=True)  # a run keeps equal bytes once, under several names
+    Sums(model.run).check(model.file.relative_to(model.run).as_posix(), data)
+    return checked(data)
 
 
 def calibrated(model: RunModel) -> tuple[Predictor, int, str]:
@@ -111,7 +114,7 @@ def finish(model: RunModel) -> tuple[Finished, str]:
         client=model.client,
         run=config.name,
         method=model.method,
-        leaves=method.upload_summary,
+        leaves=method.leaves(config.training),
         upload_bytes=sent,
         train_images=size,
         hold_out=0.0,
@@ -125,7 +128,7 @@ def finish(model: RunModel) -> tuple[Finished, str]:
 def validation_images(model: RunModel, config: RunConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
     """The images of the client that no training of this method has used, and their labels."""
     prepared = runner.prepare(config.model_copy(update={"device": "cpu"}))
-    if (model.run / "partition.json").read_text(encoding="utf-8") != prepared.partition_text:
+    if _read(model.run, "partition.json").decode() != prepared.partition_text:
         raise RunError("changed", f"the data or their partition are not those that {model.run} was started with")
     partition = prepared.partitions[model.seed]
     clients, _ = runner.make_clients(prepared.dataset, partition)
@@ -145,13 +148,20 @@ def _named(clients: Iterable[Client], name: str) -> Client:
 
 
 def _config(run: Path) -> RunConfig:
-    return parse(RunConfig, read_toml(run / MARKS[0]))
+    return parse(RunConfig, parse_toml(_read(run, MARKS[0]), run / MARKS[0]))
+
+
+def _read(run: Path, name: str) -> bytes:
+    """A file of the run, which must be as the run wrote it."""
+    data = read_file(run / name, Limits(max_bytes=MAX_RESULTS))
+    Sums(run).check(name, data)
+    return data
 
 
 def _partitions(run: Path) -> dict[str, list[str]]:
     """The names of the clients, by seed."""
     try:
-        found = json.loads(read_file(run / MARKS[1], Limits(max_bytes=MAX_RESULTS)))["partitions"]
+        found = json.loads(_read(run, MARKS[1]))["partitions"]
         return {str(int(seed)): [str(name) for name in partition["clients"]] for seed, partition in found.items()}
     except (UploadError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError("not_a_run", f"{run} holds no run (no readable {MARKS[1]})") from None
@@ -171,7 +181,7 @@ def _one(what: str, known: list[Any], asked: Any) -> Any:
 def _scores(model: RunModel) -> tuple[dict[str, Any], int | None, int]:
     """What results.json says of this model: its scores beside training alone, bytes sent, images trained on."""
     try:
-        results = json.loads(read_file(model.run / "results.json", Limits(max_bytes=MAX_RESULTS)))
+        results = json.loads(_read(model.run, "results.json"))
         sizes = {entry["client"]: int(entry["num_samples"]) for entry in results["clients"][str(model.seed)]}
         rows = {row["method"]: row for row in results["rows"] if row["seed"] == model.seed}
         if model.client == POOLED:

@@ -191,7 +191,7 @@ class Ensemble:
         """One client's forward pass, by the fastest path that applies."""
         if mode == "stored" and client.fused is not None and not (x.requires_grad and torch.is_grad_enabled()):
             output = client.fused(x)
-            return output, _nothing(output)
+            return output, _zero(output)
         if self.fast and mode in self.compile:
             model = client.model
             # Detached: a compiler would take note that the first client's are the template's own, and compile again.
@@ -239,10 +239,10 @@ def _matching_loss(stored: Mapping[str, Tensor], current: Pass, output: Tensor) 
         + torch.linalg.vector_norm(var - stored[f"{name}.running_var"]) / stored[f"{name}.units"][1]
         for name, mean, var in current.seen
     ]
-    return torch.stack(terms).sum() if terms else _nothing(output)
+    return torch.stack(terms).sum() if terms else _zero(output)
 
 
-def _nothing(output: Tensor) -> Tensor:
+def _zero(output: Tensor) -> Tensor:
     return output.new_zeros((), dtype=torch.float32)
 
 

@@ -58,8 +58,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compile`` for fixed shapes; nothing without a GPU, where no C++ compiler is promised."""
     if not torch.cuda.is_available():
         return function
-    import torch._dynamo as dynamo
-
+    dynamo = torch._dynamo
     # By default torch gives up, silently and slowly, at the ninth shape or network that one function meets.
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 256)
     dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 1024)

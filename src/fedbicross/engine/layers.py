@@ -28,7 +28,7 @@ def use_fast_convolutions(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module) is not nn.Conv2d or not can_be_fitted(module) or module.padding_mode != "zeros":
             continue
-        if _few(module.weight) or _skips(module.weight, module.stride, module.padding):
+        if _few_channels(module.weight) or _skips_pixels(module.weight, module.stride, module.padding):
             module.__class__ = FastConv2d  # its weights, names and hooks stay as they are
     return model
 
@@ -37,7 +37,7 @@ def fitted(
     x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: str | tuple[int, ...]
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """Input, weight and stride of the same convolution without skipped pixels and with at least eight channels."""
-    if _skips(weight, stride, padding):
+    if _skips_pixels(weight, stride, padding):
         # The mean of one pixel is that pixel; unlike a slice's, this gradient keeps the layout that the kernels want.
         x, stride = F.avg_pool2d(x, 1, stride), (1, 1)
     return padded(x).contiguous(memory_format=torch.channels_last), padded(weight), stride
@@ -45,7 +45,7 @@ def fitted(
 
 def padded(values: Tensor) -> Tensor:
     """Images or weights [., channels, ., .] with channels of zeros, so that there are at least eight."""
-    return F.pad(values, (0, 0, 0, 0, 0, CHANNELS - values.shape[1])) if _few(values) else values
+    return F.pad(values, (0, 0, 0, 0, 0, CHANNELS - values.shape[1])) if _few_channels(values) else values
 
 
 def can_be_fitted(conv: nn.Conv2d) -> bool:
@@ -53,9 +53,9 @@ def can_be_fitted(conv: nn.Conv2d) -> bool:
     return conv.groups == 1 and conv.dilation == (1, 1)
 
 
-def _few(values: Tensor) -> bool:
+def _few_channels(values: Tensor) -> bool:
     return values.shape[1] < CHANNELS
 
 
-def _skips(weight: Tensor, stride: tuple[int, ...], padding: str | tuple[int, ...]) -> bool:
+def _skips_pixels(weight: Tensor, stride: tuple[int, ...], padding: str | tuple[int, ...]) -> bool:
     return weight.shape[2:] == (1, 1) and max(stride) > 1 and padding == (0, 0)

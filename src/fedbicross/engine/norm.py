@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -145,9 +146,11 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Matched(torch.autograd.Function):
-    """`matched`, whose two ways back to x are one kernel that reads and writes x once.
+    """x [B,C,H,W] normalised by the stored statistics, and ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂, the distance of its own from them.
 
-    Otherwise autograd would make the gradient of the normalised x and that of the statistics apart, and add them up.
+    ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale. ``units``
+    [2] divide the two distances. Both ways back to x are one kernel that reads and writes x once; autograd would make
+    the gradient of the normalised x and that of the statistics apart, and add them up. There is no second derivative.
     """
 
     @staticmethod
@@ -189,21 +192,5 @@ class _Matched(torch.autograd.Function):
         return by_x, None, None, None, None, None, None, None
 
 
-def matched(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    matching: Tensor,
-    units: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """x [B,C,H,W] normalised by the stored statistics, and ‖μ(x)−μ‖₂ + ‖σ²(x)−σ²‖₂, the distance of its own from them.
-
-    ``matching`` [4,C] holds what a gradient needs: the layer's scale (never 0), ones, −1/scale and −2/scale. ``units``
-    [2] divide the two distances. There is no second derivative.
-    """
-    given = (x, mean, var, weight, bias, matching, units, eps)
-    normalised, distance = _Matched.apply(*given)  # type: ignore[no-untyped-call]
-    return normalised, distance
+# Typed, for callers: torch's own ``apply`` is not.
+matched: Callable[..., tuple[Tensor, Tensor]] = _Matched.apply

@@ -24,6 +24,17 @@ def lr_multiplier(schedule: str, progress: float, milestones: Sequence[float] = 
     return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0
 
 
+class PrivateTraining(Settings):
+    """Differential privacy of a client's network by DP-SGD (Abadi et al. 2016), and of the numbers sent with it."""
+
+    epsilon: float = Field(gt=0, le=100, description="ε for each training image: the network and counts together")
+    delta: float = Field(1e-5, gt=0, le=1e-2, description="δ of the same, well below one over the number of images")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e6, description="longest gradient of one image; a longer one is cut")
+    counts_share: float = Field(
+        0.05, gt=0, lt=1, description="kept for numbers of images, as a share of what (ε, δ) gives one mechanism"
+    )
+
+
 class Training(Settings):
     """Local training of one client. Values not given are taken from ``recipe``."""
 
@@ -49,6 +60,9 @@ class Training(Settings):
         "torch", description="first weights of clients and students: torch's default (authors' code) or He's normal"
     )
     seed: int | None = Field(None, description="seed of initialisation and batches; none: the run's seed")
+    dp: PrivateTraining | None = Field(
+        None, description="differential privacy of what leaves by DP-SGD (extra `dp`); none: none of it"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -57,6 +71,14 @@ class Training(Settings):
             preset = RECIPES.get(values.get("recipe", "paper"), {})
             return {**preset, **values}
         return values
+
+    @model_validator(mode="after")
+    def _nothing_beside_the_noise(self) -> Training:
+        if self.dp is not None and self.select == "best":
+            raise ValueError('dp needs select = "last": an epoch chosen on images tells of them without noise')
+        if self.dp is not None and self.loss == "balanced":
+            raise ValueError('dp needs loss = "cross_entropy": the balanced one holds class counts without noise')
+        return self
 
     @property
     def balanced(self) -> bool:

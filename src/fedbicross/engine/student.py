@@ -40,7 +40,8 @@ class Student:
         self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
         self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
-        self.scratch = {name: b.clone() for name, b in self.buffers.items()}  # moved instead, where nothing should be
+        # Running statistics for passes that must not change those of the network.
+        self.scratch = {name: b.clone() for name, b in self.buffers.items()}
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
         self.forward = self._forward
         if fast and worth_compiling({"student": passes}):

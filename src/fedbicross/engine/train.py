@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fedbicross.bundle import pack, unpack
 from fedbicross.engine.device import normalise, to_device
 from fedbicross.engine.fast import STREAMS, at_once, recorded, scalar
+from fedbicross.engine.private import PrivateSteps
 from fedbicross.engine.student import Student
 from fedbicross.errors import MethodError
 from fedbicross.seeds import numpy_rng
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from fedbicross.context import Store
     from fedbicross.engine.recipe import Training
+    from fedbicross.privacy.noise import Noise
 
 SECONDS_BETWEEN_CHECKPOINTS = 20.0
 WORTH_RECORDING = 100  # steps
@@ -113,19 +115,6 @@ def balancing_shift(labels: Tensor, classes: int) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def train(
-    model: nn.Module,
-    architecture: str,
-    images: np.ndarray,
-    labels: np.ndarray,
-    patients: np.ndarray | None,
-    recipe: Training,
-    **options: Any,
-) -> Trained:
-    """Train ``model`` in place by ``recipe`` and return the chosen epoch's weights; options as in ``training``."""
-    return train_together([training(model, architecture, images, labels, patients, recipe, **options)])[0]
-
-
 def train_together(jobs: Sequence[Generator[None, None, Trained]], device: str = "cpu") -> list[Trained]:
     """Several ``training``s at once: a small network alone leaves most of a GPU idle. On a CPU one after another."""
     results: dict[int, Trained] = {}
@@ -176,13 +165,15 @@ def training(
     store: Store | None = None,
     checkpoint: str = "",
     on_epoch: Callable[[int, dict[str, Any]], None] | None = None,
+    noise: Callable[[str], Noise] | None = None,
 ) -> Generator[None, None, Trained]:
-    """The training of ``train``, handing over whenever a GPU has an epoch's work and nothing needs to be read back.
+    """One training by ``recipe``, handing over whenever a GPU has an epoch's work and nothing needs to be read back.
 
     Epoch e draws its batches from the stream ``(*stream, "epoch-e")``, so that a killed run continues to the
     same bytes without saving any random state. ``first_epoch`` and ``total_epochs`` place a short visit (one
     round of FedAvg) inside a longer schedule. ``visit`` gives a training that is made again (a later shot) batches of
     its own, with the same validation images. ``label`` names the client where a loss that is not finite ends it all.
+    ``noise`` is where a private training draws its batches and noise from, by the name of an epoch.
     """
     last = epochs if epochs is not None else recipe.epochs
     total = total_epochs or last
@@ -194,10 +185,16 @@ def training(
 
     steps = last * len(train_rows) // recipe.batch_size
     # Its own steps only: nothing here knows how many other sites train the same architecture.
-    network = Student(model, device, precision, fast and steps >= WORTH_RECORDING, passes=steps)
+    quick = fast and steps >= WORTH_RECORDING and recipe.dp is None
+    network = Student(model, device, precision, quick, passes=steps)
     # Of all images, so that no validation image is of a class that counts as absent.
     shift = balancing_shift(torch.from_numpy(labels), len(network.params["head.bias"])) if recipe.balanced else None
     work = _Work(network, x, y, recipe, None if shift is None else shift.to(device))
+    private = None
+    if recipe.dp is not None:
+        if visit or first_epoch or last != recipe.epochs or noise is None:
+            raise MethodError("not_private", "training.dp accounts for one whole training of a network, not for more")
+        private = PrivateSteps(model, recipe, len(y), noise)
     history: list[dict[str, Any]] = []
     best_epoch, best_score = 0, (-1.0, 0.0)
     best_state = network.copies()
@@ -210,7 +207,7 @@ def training(
     for epoch in range(start, last):
         rng = numpy_rng(seed, *stream, *visit, f"epoch-{first_epoch + epoch}")
         rate = recipe.rate(first_epoch + epoch, total)
-        summed = work.epoch(rng, rate)
+        summed = work.epoch(rng, rate) if private is None else work.private_epoch(private, first_epoch + epoch, rate)
         seen = work.validate(x_val, y_val) if len(val_rows) else []
         yield
         loss = float(summed) / max(len(y), 1)
@@ -281,6 +278,20 @@ class _Work:
         )
         self.network.update(gradients, lr, self.recipe.momentum, self.recipe.weight_decay)
         return [loss * len(rows)]
+
+    def private_epoch(self, private: PrivateSteps, epoch: int, rate: float) -> Tensor:
+        """As many steps as show every image once on average; the sum of their losses."""
+        summed = torch.zeros((), device=self.network.device)
+        source, drawn = private.draw(epoch)
+        for rows in drawn:
+            inputs, labels = normalise(self.x[rows]), self.y[rows]
+            if self.recipe.augment:
+                kinds = torch.from_numpy(np.floor(8 * source.uniform(len(rows))).astype(np.int64))
+                inputs = turn_and_mirror(inputs, kinds.to(inputs.device))
+            loss, gradients = private.gradient(self.network.params, inputs, labels, source)
+            self.network.update(gradients, rate, self.recipe.momentum, self.recipe.weight_decay)
+            summed += loss
+        return summed
 
     def _shifted(self, logits: Tensor) -> Tensor:
         return logits if self.shift is None else logits + self.shift

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbicross.errors import ConfigError, nearest
+from fedbicross.methods.analytic import Analytic
 from fedbicross.methods.base import Method
 from fedbicross.methods.centralised import Centralised
 from fedbicross.methods.centralised_head import CentralisedHead
@@ -49,6 +50,7 @@ METHODS: dict[str, type[Method[Any]]] = {
     "falcon": Falcon,
     "fedpft": FedPFT,
     "fedcgs": FedCGS,
+    "analytic": Analytic,
     "fedlmg": FedLMG,
 }
 PLUGINS = Plugins(METHODS)  # and those that are not ours

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from fedbicross import parts
 from fedbicross.bundle import validate
 from fedbicross.context import Context
+from fedbicross.engine.recipe import Training
 from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.models import encoders
@@ -43,6 +44,7 @@ class Method(ABC, Generic[ConfigT]):
     role: ClassVar[Literal["method", "baseline", "upper_bound"]] = "method"
     pools_data: ClassVar[bool] = False  # an upper bound that no federation could run
     at_client: ClassVar[frozenset[str]] = frozenset()  # settings that only personalize() reads
+    sends_only_the_network: ClassVar[bool] = False  # besides numbers of images: `training.dp` then bounds all of it
     personal: ClassVar[bool] = True  # False: personalize() ignores the client, so that equal replies share one model
 
     def __init__(self, config: ConfigT) -> None:
@@ -74,6 +76,21 @@ class Method(ABC, Generic[ConfigT]):
     def local_baselines(self) -> tuple[str, ...]:
         """Local baselines, beside the run's recipe, that this method has to beat because its clients train that way."""
         return ("local_only:balanced",) if self.loss == "balanced" else ()
+
+    @property
+    def private_training_problem(self) -> str:
+        """Why ``training.dp`` cannot bound what this method sends, in words; empty where it can, or nothing is sent."""
+        if isinstance(self.config, EncoderConfig) or not self.needs:
+            return ""  # no network of the client's leaves
+        if "bn_stats" in self.needs:
+            return "it needs batch-normalisation statistics, which are taken of images without noise"
+        if self.rounds > 1:
+            return "its clients train several times, and each time would have to be accounted for"
+        if self.loss == "balanced":
+            return "its clients train with balanced classes, which puts class counts without noise into the network"
+        if not self.uses_local_models or not self.sends_only_the_network:
+            return "it sends more than the client's network and numbers of images"
+        return ""
 
     @property
     def reply_serves_gate(self) -> bool:
@@ -109,6 +126,13 @@ class Method(ABC, Generic[ConfigT]):
     @abstractmethod
     def upload_summary(self) -> str:
         """What leaves the hospital, in one sentence."""
+
+    def leaves(self, training: Training) -> str:
+        """What leaves the hospital, with the differential privacy that its training gives it."""
+        if training.dp is None or not self.sends_only_the_network:
+            return self.upload_summary
+        private = f"ε = {training.dp.epsilon:g}, δ = {training.dp.delta:g} of differential privacy for each image"
+        return f"{self.upload_summary} Trained by DP-SGD, numbers of images with noise: {private}."
 
     @property
     def others_receive(self) -> Receives:
@@ -200,6 +224,12 @@ def check_needs(method: Method[Any], uploads: Sequence[Upload]) -> None:
         for need in sorted(method.needs):
             if not has[need]:
                 raise MethodError(f"needs_{need}", f"{method.name} needs {need}, which {upload.client!r} did not send")
+
+
+def check_private_training(method: Method[Any], training: Training, called: str) -> None:
+    """Refuse a method whose uploads would leave without the differential privacy that ``training.dp`` asks for."""
+    if training.dp is not None and method.private_training_problem:
+        raise MethodError("not_private", f"training.dp: {called} cannot be private: {method.private_training_problem}")
 
 
 def mixed_models_problem(method: Method[Any], architectures: Iterable[str], model: str, called: str = "") -> str:

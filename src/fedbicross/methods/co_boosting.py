@@ -69,6 +69,7 @@ class CoBoosting(Method[CoBoostingConfig]):
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
     others_receive = "one_model"
     Config = CoBoostingConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined
@@ -206,9 +207,8 @@ class Boosting:
 
     def soften(self, logits: Tensor) -> Tensor:
         """Soft labels of the weighted ensemble."""
-        return steps.distill.soften(
-            steps.adversarial.weighted_logits(logits, self.server.weights), self.config.temperature
-        )
+        weighted = steps.adversarial.weighted_logits(logits, self.server.weights)
+        return engine.combine.soften(weighted, self.config.temperature)
 
 
 def describe_weights(ctx: Context, names: Sequence[str], history: Sequence[Tensor]) -> None:

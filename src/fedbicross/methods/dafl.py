@@ -68,6 +68,7 @@ class DAFL(Method[DAFLConfig]):
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
     others_receive = "one_model"
     Config = DAFLConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined
@@ -171,7 +172,7 @@ class DAFL(Method[DAFLConfig]):
             loss = parts.students.learn_soft(
                 student,
                 images,
-                steps.distill.soften(logits, config.temperature),
+                engine.combine.soften(logits, config.temperature),
                 config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress, milestones=(0.4, 0.8)),
                 temperature=config.temperature,
                 momentum=config.momentum,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from fedbicross import parts, steps
+from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
@@ -62,6 +62,7 @@ class DENSE(Method[DENSEConfig]):
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
     others_receive = "one_model"
     Config = DENSEConfig
+    sends_only_the_network = True
     personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
     mixed_models_error = None  # only the clients' logits are combined
@@ -117,7 +118,7 @@ class DENSE(Method[DENSEConfig]):
         server = parts.replay.Replay(self.name, config, uploads, ctx, "bn_stats" in self.needs)
 
         def soften(images: Tensor) -> Tensor:
-            return steps.distill.combine_logits(server.ask(images), "mean_logits", config.temperature)
+            return engine.combine.combine_logits(server.ask(images), "mean_logits", config.temperature)
 
         def loss_of(images: Tensor) -> list[Tensor]:
             return generator_loss(config, server.ensemble, server.student, images, server.labels)

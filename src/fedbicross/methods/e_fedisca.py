@@ -16,8 +16,8 @@ from pydantic import Field
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.shots import ShotsMethod
 from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class EFedISCAConfig(ShotsConfig):
         return self.epochs * self.steps_distil
 
 
-class EFedISCA(Method[EFedISCAConfig]):
+class EFedISCA(ShotsMethod[EFedISCAConfig]):
     """One global student for everyone, from a single synthesis."""
 
     name = "e_fedisca"
@@ -101,39 +101,6 @@ class EFedISCA(Method[EFedISCAConfig]):
         "schedule": "cosine",
         "noise_images": 2000,
     }
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
-        return self.config.needs
-
-    @property
-    def upload_summary(self) -> str:
-        """What leaves the hospital."""
-        return self.config.upload_summary(self.rounds)
-
-    @property
-    def rounds(self) -> int:
-        """How often networks travel."""
-        return self.config.shots
-
-    @property
-    def extra_keys(self) -> frozenset[str]:
-        """The number of the shot."""
-        return frozenset({"shot"} if self.rounds > 1 else ())
-
-    @property
-    def mixed_models_error(self) -> str | None:
-        """With one shot nothing; with several the student's weights must fit into every client."""
-        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else None
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network; from the second shot on, trained again from the last student."""
-        return parts.shots.upload(self.config, client, ctx, previous)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 2: synthesise once; then adapt and distil on mixtures, epoch after epoch."""

@@ -56,6 +56,7 @@ class EnsembleMethod(Method[EnsembleConfig]):
     }
     role = "baseline"
     mixed_models_error = None  # only answers are combined
+    sends_only_the_network = True
     personal = False
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fedbicross import models, parts, steps
+from fedbicross import engine, models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import UploadError
 from fedbicross.lazy_torch import torch
@@ -265,7 +265,7 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
             return None
         if self.config.teachers == "class":
             counts = torch.stack([torch.bincount(part, minlength=classes) for part in labels])
-            return steps.distill.class_weights(counts.float()).to(place)
+            return engine.combine.class_weights(counts.float()).to(place)
         sizes = torch.tensor([float(upload.num_samples or 0) for upload in uploads], device=place)
         return sizes / sizes.sum()
 

@@ -48,6 +48,7 @@ class FedAvg(Method[FedAvgConfig]):
     Config = FedAvgConfig
     variants = {"uniform": {"weighting": "uniform"}, "multi_round": {"rounds": 100}}
     variant_notes = {"uniform": "plain mean of the networks", "multi_round": "100 rounds of one local epoch each"}
+    sends_only_the_network = True
     personal = False
     mixed_models_error = "it averages weights, and those of different architectures have no average"
 
@@ -90,7 +91,7 @@ class FedAvg(Method[FedAvgConfig]):
         if self.rounds == 1:
             return Upload(client.name, ctx.task_of(client), ctx.local_model(client).state, num_samples=size)
         done = 0 if previous is None else int(previous.info["rounds_done"])
-        state = ctx.train_further(
+        state = ctx.models.train_further(
             client,
             None if previous is None else previous.tensors,
             epochs=self.config.local_epochs,

@@ -59,12 +59,21 @@ class FedBiCrossConfig(SynthesisConfig):
     validation_share: float = Field(
         0.2, ge=0, lt=1, description="of each synthetic batch, for the weights (paper: 0.2)"
     )
+    validation_batch: Literal["same", "other"] = Field(
+        "same", description="held-out rows of the batch that is learnt from (paper), or of a second one (ours)"
+    )
     personalisation: bool = Field(True, description="stage 3; false: the cluster model as it is (ablation w/o PKD)")
     gamma: float = Field(0.5, ge=0, description="γ: weight of the cluster model's KL in stage 3 (paper: 0.5)")
     delta: float = Field(0.3, ge=0, description="δ: weight of the own model's KL in stage 3 (paper: 0.3)")
+    start_personal: Literal["cluster", "own"] = Field(
+        "cluster", description="where stage 3 starts: from G_k (paper), or from the client's own model (ours)"
+    )
     temperature_personal: float = Field(20.0, gt=0, description="τ of stage 3, with τ² (not given; stage 2 has 20)")
     epochs_personal: int = Field(10, ge=0, description="of stage 3 (paper: 10)")
     lr_personal: float = Field(1e-3, gt=0, description="rate of stage 3 (not given; local training has 1e-3)")
+    schedule_personal: Literal["step", "cosine", "constant"] = Field(
+        "constant", description="of that rate, epoch by epoch (not given)"
+    )
     batch_personal: int = Field(128, ge=2, description="batch of stage 3 (not given; local training has 128)")
 
     @property
@@ -108,6 +117,9 @@ class FedBiCross(Method[FedBiCrossConfig]):
         "auto": {"clusters": "auto"},
         "ema": {"adaptation": "ema"},
         "class_weighted": {"teacher": "class_weighted"},
+        "other_batch": {"validation_batch": "other"},
+        "fast_personal": {"lr_personal": 1e-2, "schedule_personal": "cosine"},
+        "own_start": {"start_personal": "own", "lr_personal": 1e-2, "schedule_personal": "cosine"},
     }
     variant_notes = {
         "intra": "ablation: only the own cluster's images",
@@ -124,7 +136,23 @@ class FedBiCross(Method[FedBiCrossConfig]):
         "auto": "ours: K chosen from the uploads alone",
         "ema": "noise-adapted teachers by Eq. 3 as written",
         "class_weighted": "ours: clients of a cluster weighted per class by their class counts",
+        "other_batch": "ours: cross-cluster weights learnt on images of a batch of their own",
+        "fast_personal": "stage 3 at 1e-2 with a cosine, where the paper gives no rate",
+        "own_start": "ours: the same from the client's own model instead of G_k",
     }
+    at_client = frozenset(
+        {
+            "personalisation",
+            "gamma",
+            "delta",
+            "start_personal",
+            "temperature_personal",
+            "epochs_personal",
+            "lr_personal",
+            "schedule_personal",
+            "batch_personal",
+        }
+    )
     quick_settings = {
         "steps": 80,
         "batch": 32,
@@ -187,6 +215,8 @@ class FedBiCross(Method[FedBiCrossConfig]):
         students = self._train_cluster_models(teachers, features, clustering, ctx)
         total, passes = self.config.distillation_steps, clustering.k * (clustering.k + 1)
         ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, self.config.batch, total, total, passes)
+        if self._second_batch(clustering.k):
+            ctx.record.flops += parts.costs.synthesis_flops(ctx, uploads, self.config.batch, total, total, students=0)
         replies = [
             Reply(student.state(), {"architecture": ctx.task.model, "cluster": k, "clusters": clustering.k})
             for k, student in enumerate(students)
@@ -216,9 +246,9 @@ class FedBiCross(Method[FedBiCrossConfig]):
         if config.clustering == "parameters":
             found = clustering.kmeans_parameters(states, k, seed)
         elif config.clustering == "hierarchical":
-            found = clustering.hierarchical_updates(states, k=k)
+            found = clustering.hierarchical_updates(states, k)
         elif config.clustering == "pacfl":
-            found = clustering.pacfl(signatures, k=k)
+            found = clustering.pacfl(signatures, k)
         else:
             found = clustering.cluster(features, k, seed)
         for warning in found.warnings:
@@ -259,10 +289,12 @@ class FedBiCross(Method[FedBiCrossConfig]):
         logs = [parts.synthesis_log.SynthesisLog(f"cluster {k}", ctx, config.steps, total) for k in range(count)]
         label = f"{self.name}: cluster models"
         stage = ctx.stage("cluster-models", label, total, students=students, weights=weights, watches=logs)
-        trajectories = [partial(self._trajectory, k, teachers[k], ctx) for k in range(count)]
-        for _, samples in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
+        firsts = (0, config.trajectories) if self._second_batch(count) else (0,)  # numbers of the first trajectories
+        trajectories = [partial(self._trajectory, k, teachers[k], ctx, first) for first in firsts for k in range(count)]
+        for _, every in stage.samples("trajectory", config.trajectories, trajectories):  # line 13
+            samples, held_out = every[:count], every[count:]  # the latter only with validation_batch = "other"
             lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
-            losses = both_levels.step(samples, lr)  # lines 14 and 15: Eqs. 7 and 8
+            losses = both_levels.step(samples, lr, held_out)  # lines 14 and 15: Eqs. 7 and 8
             weights.note()
             for log, sample, loss in zip(logs, samples, losses, strict=True):
                 log.add(sample, distillation=loss)
@@ -273,6 +305,11 @@ class FedBiCross(Method[FedBiCrossConfig]):
             over_time, learned = [past.tolist() for past in weights.past], both_levels.validation is not None
             parts.diagnosis.describe_weights(ctx.record, over_time, weights.at, learned)
         return students
+
+    def _second_batch(self, clusters: int) -> bool:
+        """Whether every cluster synthesises a batch for validation alone."""
+        config = self.config
+        return config.validation_batch == "other" and config.weights == "bilevel" and clusters > 1
 
     def _both_levels(self, students: Sequence[Student], weights: Tensor, ctx: Context) -> CrossCluster:
         """The step of Eqs. 7 and 8; with one cluster, or fixed weights, of Eq. 7 alone."""
@@ -294,13 +331,13 @@ class FedBiCross(Method[FedBiCrossConfig]):
         )
 
     def _trajectory(
-        self, k: int, teacher: Teacher, ctx: Context, number: int, saved: Mapping[str, Tensor] | None
+        self, k: int, teacher: Teacher, ctx: Context, first: int, number: int, saved: Mapping[str, Tensor] | None
     ) -> Trajectory:
         """Lines 5-9 for one cluster, from the beginning or from where a killed run stopped."""
         settings = parts.teachers.inversion_settings(self.config, ctx.task.image_size)
         if saved is not None:
             return steps.trajectory.Trajectory.from_tensors(teacher, settings, saved)
-        rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{number}", device=ctx.device)
+        rng = ctx.torch_rng("synthesis", f"cluster-{k}", f"trajectory-{first + number}", device=ctx.device)
         shape, classes = ctx.task.image_shape, len(ctx.task.classes)
         return steps.trajectory.Trajectory.start(teacher, settings, shape, classes, rng)
 
@@ -322,11 +359,15 @@ class FedBiCross(Method[FedBiCrossConfig]):
             temperature=config.temperature_personal,
             epochs=config.epochs_personal,
             lr=config.lr_personal,
+            schedule=config.schedule_personal,
             batch=config.batch_personal,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
+            start=config.start_personal,
         )
         parts.diagnosis.describe_personal(ctx.record, client.label, scores)
+        if config.start_personal == "own":
+            architecture = ctx.model_of(client)
         return Predictor(ctx.task, (architecture,), (personal,))
 
 

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.shots import ShotsMethod
 from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class FedISCAConfig(ShotsConfig):
         return self.distillation_steps if self.synthesis else 0
 
 
-class FedISCA(Method[FedISCAConfig]):
+class FedISCA(ShotsMethod[FedISCAConfig]):
     """One global student for everyone."""
 
     name = "fedisca"
@@ -91,39 +91,6 @@ class FedISCA(Method[FedISCAConfig]):
         "replays": 3,
     }
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Weights with batch-normalisation statistics, and class counts where the teacher needs them."""
-        return self.config.needs
-
-    @property
-    def upload_summary(self) -> str:
-        """What leaves the hospital."""
-        return self.config.upload_summary(self.rounds)
-
-    @property
-    def rounds(self) -> int:
-        """How often networks travel."""
-        return self.config.shots
-
-    @property
-    def extra_keys(self) -> frozenset[str]:
-        """The number of the shot."""
-        return frozenset({"shot"} if self.rounds > 1 else ())
-
-    @property
-    def mixed_models_error(self) -> str | None:
-        """With one shot nothing; with several the student's weights must fit into every client."""
-        return "the student of one shot is where every client's next training starts" if self.rounds > 1 else None
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network; from the second shot on, trained again from the last student."""
-        return parts.shots.upload(self.config, client, ctx, previous)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return parts.students.global_student(reply, ctx)
-
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: synthesise, adapt and distil, epoch after epoch."""
         config = self.config
@@ -142,7 +109,7 @@ class FedISCA(Method[FedISCAConfig]):
         for _, (sample,) in stage.samples("epoch", config.epochs, [source]):
             lr = config.lr * engine.recipe.lr_multiplier(config.schedule, stage.progress)
             loss = parts.students.learn(student, sample, config, lr)
-            for earlier in memory.exchange(sample):  # statistics stay those of the newest images
+            for earlier in memory.replay_and_keep(sample):  # statistics stay those of the newest images
                 parts.students.learn(student, earlier, config, lr, track=False)
             log.add(sample, distillation=loss)
         labels = steps.inversion.balanced_labels(config.batch, len(ctx.task.classes), ctx.device)

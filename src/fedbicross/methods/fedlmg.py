@@ -154,9 +154,9 @@ class FedLMG(Method[FedLMGConfig]):
         with torch.no_grad():
             logits = torch.cat([teachers.logits(part) for part in torch.split(images, 500)], dim=1)
         if self.config.aggregation == "multi_teacher":
-            return steps.distill.combine_logits(logits, "mean_logits", self.config.temperature)
+            return engine.combine.combine_logits(logits, "mean_logits", self.config.temperature)
         own = logits[owners, torch.arange(len(owners), device=owners.device)]
-        return steps.distill.soften(own, self.config.temperature)
+        return engine.combine.soften(own, self.config.temperature)
 
     def _train(self, images: Tensor, labels: Tensor, soft: Tensor | None, ctx: Context) -> Student:
         """SGD on all images: cross-entropy, and distillation where there are soft labels."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedbicross import models, parts, steps
 from fedbicross.context import Context
@@ -52,6 +52,12 @@ class FedPFTConfig(PooledConfig):
     lr: float = Field(1e-4, gt=0, description="of the head (Flower's code: 1e-4)")
     weight_decay: float = Field(0.01, ge=0, description="of the head (AdamW's default: 0.01)")
 
+    @model_validator(mode="after")
+    def _one_gaussian_behind_noise(self) -> FedPFTConfig:
+        if self.epsilon is not None and (self.components > 1 or self.covariance == "full"):
+            raise ValueError('epsilon needs components = 1 and covariance = "diag" or "spherical": EM takes no noise')
+        return self
+
 
 class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     """One linear head for everyone, trained on features that no patient has."""
@@ -69,12 +75,14 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         "full": {"components": 1, "covariance": "full"},
         "local_prior": {"prior": "local"},
         "hierarchy": {"hierarchy": True},
+        "private": {"components": 1, "covariance": "spherical", "epsilon": 1.0, "clip": 1.0},
     }
     variant_notes = {
         "spherical": "one Gaussian per class, one variance: the smallest upload",
         "full": "one Gaussian per class with a full covariance",
         "local_prior": "ours: the head's bias moved to the client's own class frequencies",
         "hierarchy": "ours: mean over the whole image and its windows, FALCON's views without its generator",
+        "private": "ε = 1 for every image of a client: one Gaussian per class, from noisy sums",
     }
     pools_tokens = True
     quick_settings = {"encoder": "tiny", "components": 5, "epochs": 20, "lr": 1e-2, "batch": 64}
@@ -92,6 +100,11 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     @property
     def upload_summary(self) -> str:
         """What leaves the hospital."""
+        if self.config.epsilon is not None:
+            spread = "one variance" if self.config.covariance == "spherical" else "variances"
+            return f"For each class the number of images and the mean and {spread} of their features, all " + (
+                f"{self.config.noise_summary}; classes that cannot be told from noise are left out."
+            )
         least = self.config.smallest_group
         return (
             "For each class the number of images and a Gaussian mixture of their features (weights, means, spreads); "
@@ -102,6 +115,8 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         """One mixture per class, put one after the other; ``classes`` says which component is whose."""
         config = self.config
         x = parts.pooled.features(config, client, ctx)
+        if config.epsilon is not None:
+            return self._private_upload(x, client, ctx)
         counts = client.class_counts(len(ctx.task.classes))
         sent = [count if count >= config.smallest_group else 0 for count in counts]
         mixtures: list[dict[str, Tensor]] = []
@@ -127,6 +142,37 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
         tensors = self._pack(mixtures) if mixtures else {}  # none: every class is too small
         return Upload(client.name, ctx.task_of(client), tensors, class_counts=sent, extra=extra)
 
+    def _private_upload(self, x: Tensor, client: Client, ctx: Context) -> Upload:
+        """One Gaussian per class from noisy sums. One image is in one class, so that it moves each sum by its own."""
+        config, classes = self.config, len(ctx.task.classes)
+        assert config.covariance != "full" and config.clip is not None  # by the settings' own check
+        labels, weights = torch.from_numpy(client.labels), parts.private.weights(config, client)
+        found = steps.sufficient_statistics.statistics(x, labels, classes, weights)
+        squared = x.double().square()
+        squares = squared if config.covariance == "diag" else squared.sum(1, keepdim=True)
+        by_class = steps.sufficient_statistics.statistics(squares, labels, classes, weights).class_sums
+        sums = {
+            "counts": parts.private.Sum(found.counts, 1.0, 0.2),
+            "means": parts.private.Sum(found.class_sums, config.clip, 0.6),
+            "squares": parts.private.Sum(by_class, config.clip**2, 0.2),  # ‖f²‖ ≤ ‖f‖²
+        }
+        noisy, statement = parts.private.release(sums, "counts, sums and squares of features", config, client, ctx)
+        counts = parts.private.as_counts(parts.private.told_from_noise(noisy["counts"], 0.2, config))
+        mixtures: list[dict[str, Tensor]] = []
+        for label in [c for c, count in enumerate(counts) if count]:
+            mixture = steps.mixtures.from_sums(
+                counts[label],
+                noisy["means"][label],
+                noisy["squares"][label],
+                config.covariance,
+                config.variance_floor,
+            )
+            fields = {"weights": mixture.weights, "means": mixture.means, "scales": mixture.scales}
+            mixtures.append({**fields, "classes": torch.full((1,), label)})
+        extra = {"encoder": parts.features.describe(config, ctx), "covariance": config.covariance}
+        tensors = self._pack(mixtures) if mixtures else {}
+        return Upload(client.name, ctx.task_of(client), tensors, counts, extra=extra, privacy=statement)
+
     def _pack(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         dtype = getattr(torch, self.config.precision)
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -142,6 +188,7 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
     def check_upload(self, upload: Upload) -> None:
         """Mixtures only: known names and shapes, finite, positive spreads, weights that sum to 1, counts to match."""
         self.check_extra(upload)
+        parts.private.check(upload, self.config)
         if upload.extra.get("covariance", self.config.covariance) != self.config.covariance:
             raise UploadError("manifest", f"{upload.client!r} sent mixtures with another covariance than agreed on")
         if not upload.tensors:

@@ -25,13 +25,13 @@ from fedbicross import parts, steps
 from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
-from fedbicross.parts.settings import InversionConfig
+from fedbicross.parts.settings import PoolConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PrimumConfig(InversionConfig):
+class PrimumConfig(PoolConfig):
     """Every number of primum, chosen on validation images of Blood."""
 
     loss: Literal["balanced", "cross_entropy"] = Field("balanced", description="of the clients' own training")
@@ -43,9 +43,6 @@ class PrimumConfig(InversionConfig):
         "alone", description="each network by itself, or all of them by one batch (as FedISCA does)"
     )
     labels: Literal["own", "balanced"] = Field("own", description="classes of a batch: the client's mix, or all alike")
-    pool: int = Field(25, ge=1, description="synthesised batches in all, the same number from every client, at least 1")
-    batch: int = Field(256, ge=2, description="images in a batch, of the synthesis and of the student")
-    storage: Literal["fp32", "bf16"] = Field("bf16", description="how the pool keeps images, on the device")
     teacher: Literal["consensus", "class_weighted", "mean_logits", "mean_probs"] = Field(
         "consensus", description="how the clients are combined into one teacher"
     )
@@ -58,15 +55,6 @@ class PrimumConfig(InversionConfig):
     start: Literal["uploaded", "fresh"] = Field(
         "uploaded", description="of the student: the network of the client that knows most, or fresh weights"
     )
-    steps_distil: int = Field(6000, ge=1, description="of the student")
-    lr: float = Field(0.05, gt=0, description="of the student's SGD")
-    schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
-    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
-    turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
-    zoom: bool = Field(True, description="random zoom and shift of the pool's images")
-    cutmix: int = Field(2, ge=0, description="one image in so many gets a piece of another one; 0: none")
-    reuse: int = Field(4, ge=1, description="how often an augmented image is learnt from before new ones are made")
     own: Literal["both", "balanced", "cross_entropy"] = Field(
         "both", description="the client's model before the gate: the uploaded network, one of plain training, or both"
     )
@@ -171,7 +159,7 @@ class Primum(Method[PrimumConfig]):
             ctx,
             batch=config.batch,
             at_once=None,
-            passes={},  # one network's are never enough to pay for a compilation
+            passes={"match": config.steps * self._batches(len(uploads))},
             bn_distance=config.bn_distance,
             batchnorm_for=self.name,
         )
@@ -185,37 +173,25 @@ class Primum(Method[PrimumConfig]):
         if config.labels == "balanced":
             mixes = {name: mix * 0 + 1 for name, mix in mixes.items()}
         settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
-        pool = parts.pool.invert_each(
-            sources, mixes, settings, max(1, config.pool // len(sources)), config.storage, ctx
-        )
+        pool = parts.pool.invert_each(sources, mixes, settings, self._batches(len(uploads)), config.storage, ctx)
         teacher = steps.trajectory.Teacher(networks, config.temperature, config.teacher, weights.to(ctx.device), "none")
-        student = parts.pool.distil(
-            pool,
-            teacher,
-            ctx,
-            start=parts.teachers.best_start(uploads, counts, ctx.task.model) if config.start == "uploaded" else None,
-            total=config.steps_distil,
-            batch=config.batch,
-            lr=config.lr,
-            schedule=config.schedule,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            turns=config.turns,
-            zoom=config.zoom,
-            cutmix=config.cutmix,
-            reuse=config.reuse,
-        )
+        start = parts.teachers.best_start(uploads, counts, ctx.task.model) if config.start == "uploaded" else None
+        student = parts.pool.distil(pool, teacher, config, ctx, start)
         parts.pool.describe(pool, sources, teacher, student, ctx)
         ctx.record.flops += parts.pool.flops(
             [upload.task.model for upload in uploads],
             pool.images * config.steps,
             len(uploads) // len(sources),  # networks that each image is asked of: its own, or all
-            parts.pool.labelled(config.steps_distil, config.batch, config.reuse, ctx),
+            parts.pool.labelled(config, ctx),
             config.batch * config.steps_distil,
             ctx,
         )
         reply = Reply(student.state(), {"architecture": ctx.task.model})
         return [reply for _ in uploads]
+
+    def _batches(self, clients: int) -> int:
+        """Batches that each network is inverted into, or all of them together."""
+        return max(1, self.config.pool // clients) if self.config.invert == "alone" else self.config.pool
 
     def _counts(self, uploads: Sequence[Upload], ctx: Context) -> Tensor:
         """n(i,c) as the clients sent them, or what their networks show of them."""

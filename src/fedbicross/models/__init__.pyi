@@ -8,6 +8,7 @@ from .catalogue import InitScheme as InitScheme
 from .catalogue import ModelInfo as ModelInfo
 from .catalogue import canonical as canonical
 from .catalogue import check as check
+from .catalogue import group_norm_advice as group_norm_advice
 from .catalogue import info as info
 from .factory import build as build
 from .factory import forward_flops as forward_flops

@@ -19,7 +19,9 @@ class ModelInfo:
     min_image_size: int
 
 
-MODELS: dict[str, ModelInfo] = {
+GROUP_NORM = "_gn"  # ending of a name whose network has group instead of batch normalisation: for DP-SGD
+
+_PLAIN: dict[str, ModelInfo] = {
     "cnn": ModelInfo("two convolutions and two linear layers, no batch normalisation", False, 8),
     "resnet8": ModelInfo("three stages of one basic block, widths 16/32/64: quick runs on a CPU", True, 8),
     "resnet18": ModelInfo("ResNet-18; 3×3 stem without pooling up to 64 px (the papers' backbone)", True, 8),
@@ -28,6 +30,12 @@ MODELS: dict[str, ModelInfo] = {
     "vgg8": ModelInfo("VGG with one convolution a stage, batch normalisation, one linear head", True, 8),
     "vgg11": ModelInfo("VGG-11 with batch normalisation, one linear head", True, 8),
     "vgg16": ModelInfo("VGG-16 with batch normalisation, one linear head", True, 8),
+}
+
+MODELS: dict[str, ModelInfo] = _PLAIN | {
+    f"{name}{GROUP_NORM}": ModelInfo(f"{name} with group normalisation, as DP-SGD needs", False, plain.min_image_size)
+    for name, plain in _PLAIN.items()
+    if plain.has_batchnorm
 }
 
 ALIASES: dict[str, str] = {  # what papers and other libraries call them; every VGG here has batch normalisation
@@ -48,6 +56,11 @@ def canonical(name: str) -> str:
 def info(name: str) -> ModelInfo:
     """The entry of ``MODELS``, by name or alias."""
     return MODELS[canonical(name)]
+
+
+def group_norm_advice(name: str) -> str:
+    """Why a network with batch normalisation cannot be trained privately, and which one can."""
+    return f"{name!r} has batch normalisation, which mixes images; choose the model {canonical(name)}{GROUP_NORM}"
 
 
 def check(name: str, channels: int, classes: int, image_size: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedbicross.models.catalogue import InitScheme, canonical, check
+from fedbicross.models.catalogue import GROUP_NORM, MODELS, InitScheme, canonical, check
 from fedbicross.models.cnn import cnn
 from fedbicross.models.resnet import resnet8, resnet18, resnet34
 from fedbicross.models.vgg import vgg8, vgg11, vgg16
@@ -20,7 +20,9 @@ from fedbicross.models.wrn import wrn16_2
 if TYPE_CHECKING:
     from fedbicross.models.base import Classifier
 
-BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
+GROUPS = 8  # of channels, where so many divide them
+
+_PLAIN: dict[str, Callable[[int, int, int], Classifier]] = {
     "cnn": cnn,
     "resnet8": resnet8,
     "resnet18": resnet18,
@@ -29,6 +31,25 @@ BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = {
     "vgg8": vgg8,
     "vgg11": vgg11,
     "vgg16": vgg16,
+}
+
+
+def _group_normalised(build: Callable[[int, int, int], Classifier]) -> Callable[[int, int, int], Classifier]:
+    """The same network with each batch normalisation replaced: groups of channels of one image, no statistics kept."""
+
+    def build_it(channels: int, classes: int, image_size: int) -> Classifier:
+        model = build(channels, classes, image_size)
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.BatchNorm2d):
+                    setattr(module, name, nn.GroupNorm(math.gcd(GROUPS, child.num_features), child.num_features))
+        return model
+
+    return build_it
+
+
+BUILDERS: dict[str, Callable[[int, int, int], Classifier]] = _PLAIN | {
+    f"{name}{GROUP_NORM}": _group_normalised(build) for name, build in _PLAIN.items() if MODELS[name].has_batchnorm
 }
 
 
@@ -48,6 +69,8 @@ def build(name: str, channels: int, classes: int, image_size: int) -> Classifier
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 _reset_batchnorm(module)
+            elif isinstance(module, nn.GroupNorm):
+                module.weight.fill_(1)
     return model
 
 
@@ -57,8 +80,8 @@ def initialise(model: nn.Module, generator: torch.Generator, scheme: InitScheme 
 
     Convolution and linear: weight and bias uniform in ±1/√fan_in, PyTorch's default, which the papers' released code
     keeps. With ``he``, convolutions are normal with variance 2 / fan_out (He et al. 2015), their bias zero. Batch
-    normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0. Layer normalisation: 1 and 0. A module with a method
-    ``fill(generator)`` fills its own parameters.
+    normalisation: γ = 1, β = 0, statistics 0 and 1, counter 0. Layer and group normalisation: 1 and 0. A module with a
+    method ``fill(generator)`` fills its own parameters.
     """
     # Drawn in float32 on the CPU and then copied, so that a seed means the same weights on every device.
     for name, module in model.named_modules():
@@ -74,7 +97,7 @@ def initialise(model: nn.Module, generator: torch.Generator, scheme: InitScheme 
                     tensor.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) * bound)
         elif isinstance(module, nn.BatchNorm2d):
             _reset_batchnorm(module)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, nn.LayerNorm | nn.GroupNorm):
             module.weight.fill_(1)
             module.bias.zero_()
         elif hasattr(module, "fill"):  # a module with a rule of its own

@@ -15,6 +15,8 @@ from fedbicross.errors import ConfigError, UploadError, nearest
 
 HEADS = {
     "linear": "one linear layer on the token of the whole image",
+    "clipped": "one linear layer on the mean of all tokens, shortened to a longest norm",
+    "projected": "the same after a linear layer to fewer features",
     "attention": "attention pooling over all tokens, then a small network (FALCON Eqs. 6-9)",
     "attention_residual": "the same with the query added to the pooled token (FALCON's released code)",
 }
@@ -30,6 +32,25 @@ class LinearHead(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [n, T, dim] to logits [n, classes]."""
         logits: Tensor = self.head(tokens[:, 0])
+        return logits
+
+
+class ClippedHead(nn.Module):
+    """One linear layer on the mean of all tokens, perhaps projected, shortened to a longest norm as for the fit."""
+
+    longest: Tensor
+
+    def __init__(self, dim: int, classes: int, inputs: int = 0) -> None:
+        super().__init__()
+        self.project = nn.Linear(inputs, dim, bias=False) if inputs else nn.Identity()
+        self.head = nn.Linear(dim, classes)
+        self.register_buffer("longest", torch.empty(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [n, T, dim] to logits [n, classes]."""
+        mean = self.project(tokens.mean(1))
+        norms = torch.linalg.vector_norm(mean, dim=1, keepdim=True)
+        logits: Tensor = self.head(mean * (self.longest / torch.maximum(norms, self.longest)))
         return logits
 
 
@@ -92,6 +113,10 @@ def _skeleton(name: str, dim: int, classes: int, hidden: int, dropout: float = 0
     with torch.device("meta"):  # no memory, and no numbers from the global random state
         if name == "linear":
             return LinearHead(dim, classes)
+        if name == "clipped":
+            return ClippedHead(dim, classes)
+        if name == "projected":
+            return ClippedHead(dim, classes, hidden)
         return AttentionHead(dim, classes, hidden, dropout, name == "attention_residual")
 
 
@@ -108,11 +133,14 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def load(name: str, state: Mapping[str, Tensor], classes: int) -> nn.Module:
     """A head in evaluation mode with the given weights; its sizes are read off them."""
     weight = state.get("head.weight")
-    expand = state.get("expand.weight")
-    if weight is None or weight.ndim != 2 or (expand is not None and expand.ndim != 2):
+    expand, project = state.get("expand.weight"), state.get("project.weight")
+    if weight is None or any(value is not None and value.ndim != 2 for value in (weight, expand, project)):
         raise UploadError("head_tensors", f"these tensors are no {name!r} head")
-    head = _skeleton(name, weight.shape[1], classes, 0 if expand is None else expand.shape[0])
+    hidden = 0 if expand is None else expand.shape[0]
+    head = _skeleton(name, weight.shape[1], classes, hidden if project is None else project.shape[1])
     if shapes_of(head) != {key: tuple(value.shape) for key, value in state.items()}:
         raise UploadError("head_tensors", f"these tensors are no {name!r} head for {classes} classes")
+    if "longest" in state and not 0 < float(state["longest"]) < math.inf:
+        raise UploadError("head_tensors", "the longest norm of a feature must be a positive number")
     head.load_state_dict(dict(state), assign=True)
     return head.eval()

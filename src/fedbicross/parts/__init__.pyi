@@ -7,9 +7,11 @@ from . import features as features
 from . import gate as gate
 from . import heads as heads
 from . import local as local
+from . import moments as moments
 from . import personal as personal
 from . import pool as pool
 from . import pooled as pooled
+from . import private as private
 from . import probes as probes
 from . import replay as replay
 from . import sequences as sequences

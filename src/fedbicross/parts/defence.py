@@ -1,15 +1,15 @@
 """What sticks out among uploads that have passed the door, and what becomes of it.
 
 A careless or hostile member can send what no check of one file finds: a network that is a hundred times as sure as all
-others, statistics of another world, weights that nobody trained, a claim of most images on earth. Every rule compares a
-site with its peers (`steps.outliers`) and has a limit that honest federations, however skewed, do not come near:
-docs/how-to/threat-model.md has both tables. What no rule acts on is used exactly as it came.
+others, statistics unlike everybody else's, weights that were never trained, a claim of far too many images. Every rule
+compares a site with its peers (`steps.outliers`) and has a limit that honest federations, however skewed, do not come
+near: docs/how-to/threat-model.md has both tables. What no rule acts on is used exactly as it came.
 
 - **left out** of the fusion: layers or statistics of another size, weights that do not come from the common start, more
-  images claimed than the network can have seen, or ten thousand times those of others. Never half of all sites.
+  images claimed than the network can have seen, or ten thousand times those of others, answers against those of its
+  peers about classes that it shares with them. Never half of all sites.
 - **limited**: a last layer somewhat larger than those of others is brought to their size; a site that claims far more
-  images than others counts for less; one that contradicts its peers about classes that it shares with them is hardly
-  heard where somebody else knows the class.
+  images than others counts for less.
 
 All that is read here are uploads; the operator reads the notes, and may trust a site by name.
 """
@@ -41,7 +41,6 @@ MOST_IMAGES = 100.0  # the same by class, from which on they count for no more
 MOST_SEEN = 10.0  # images claimed, over those in all batches that the network counted
 LEAST_AGREEMENT = -0.2  # with peers about shared classes; honest sites stay above -0.1
 SHARED, KNOWN = 3, 5  # classes that make agreement worth a word, and images that make a class known
-UNHEARD = 0.01  # of its images that count of a site that contradicts the others
 PROBES = 64
 
 
@@ -86,7 +85,7 @@ def look(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = ())
     notes = list(_left_out(uploads, ctx, trusted))
     gone = {note.client for note in notes if note.left_out}
     used = [upload for upload in uploads if upload.client not in gone]
-    for limit in (_limit_heads, _limit_claims, _limit_contradiction) if len(used) >= FEWEST else ():
+    for limit in (_limit_heads, _limit_claims) if len(used) >= FEWEST else ():
         found = limit(used)
         notes += [Note(client, what) for client, (what, _) in found.items()]
         used = [found[u.client][1] if u.client in found and u.client not in trusted else u for u in used]
@@ -115,7 +114,7 @@ Rule = tuple[float, "Tensor", str]  # a limit, the values [N] that it is for, an
 
 def _worst(uploads: Sequence[Upload], ctx: Context) -> tuple[str, str] | None:
     """Who is furthest beyond a limit, and in what; nobody if all are within all."""
-    rules = [(uploads, rule) for rule in _about_claims(uploads, ctx)]
+    rules = [(uploads, rule) for rule in (*_about_claims(uploads, ctx), *_about_answers(uploads))]
     rules += [(alike, rule) for alike in _by_architecture(uploads) for rule in _about_networks(alike, ctx)]
     found = [
         (value / limit, upload.client, what.format(value))
@@ -132,6 +131,17 @@ def _about_claims(uploads: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
     yield MOST_SEEN, over, "claims {:.0f} times as many images as its network has counted in batches"
     claimed = torch.tensor([[float(max(1, _claimed(upload)))] for upload in uploads])
     yield MOST_CLAIMED, steps.outliers.larger_than_peers(claimed), "claims {:.0f} times as many images as others"
+
+
+def _about_answers(uploads: Sequence[Upload]) -> Iterator[Rule]:
+    """Who says the opposite of the others about classes that they share: labels that were flipped, say."""
+    if any(upload.class_counts is None for upload in uploads):
+        return
+    answers = [logits for logits in (parts.probes.answers(upload, PROBES) for upload in uploads) if logits is not None]
+    if len(answers) == len(uploads):
+        known = parts.teachers.class_counts(uploads, len(uploads[0].task.classes)) >= KNOWN
+        found = steps.outliers.agreement(torch.stack(answers), known, SHARED)
+        yield 1.0, 1 + LEAST_AGREEMENT - found, "answers against the others on classes that it shares with them"
 
 
 def _about_networks(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
@@ -234,23 +244,6 @@ def _limit_claims(uploads: Sequence[Upload]) -> Limited:
         upload.client: (what.format(MOST_IMAGES / factor), _counting(upload, factor))
         for upload, factor in zip(uploads, factors, strict=True)
         if factor < 1
-    }
-
-
-def _limit_contradiction(uploads: Sequence[Upload]) -> Limited:
-    """Who says the opposite of the others about classes that they share is hardly heard where others know the class."""
-    if any(upload.class_counts is None for upload in uploads):
-        return {}
-    answers = [logits for logits in (parts.probes.answers(upload, PROBES) for upload in uploads) if logits is not None]
-    if len(answers) < len(uploads):
-        return {}
-    known = parts.teachers.class_counts(uploads, len(uploads[0].task.classes)) >= KNOWN
-    found = steps.outliers.agreement(torch.stack(answers), known, SHARED).tolist()
-    what = "answers against the others on classes that it shares with them; it hardly counts where they know a class"
-    return {
-        upload.client: (what, _counting(upload, UNHEARD))
-        for upload, value in zip(uploads, found, strict=True)
-        if value < LEAST_AGREEMENT
     }
 
 

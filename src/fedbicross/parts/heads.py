@@ -56,7 +56,7 @@ def local_classifier(config: HeadConfig, client: Client, tokens: Tensor, ctx: Co
         )
         return pack("head", head.state_dict(), {})
 
-    state = unpack(ctx.shared("classifier", client, shared_by(config, CLASSIFIER, ctx), make), "head")[0]
+    state = unpack(ctx.models.shared("classifier", client, shared_by(config, CLASSIFIER, ctx), make), "head")[0]
     head = models.heads.load(config.head, state, len(ctx.task.classes))
     ctx.record.flops += 3 * forward_flops(head, tokens[:1]) * len(tokens) * config.epochs_classifier
     return state

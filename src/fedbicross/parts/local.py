@@ -26,7 +26,7 @@ def own_model(client: Client, ctx: Context, loss: str | None) -> Predictor:
         assert pair[1].log_prior is not None
         weights, prior = torch.full((2, classes), 0.5), pair[1].log_prior / 2
         return Predictor(ctx.task, architectures, states, "consensus", weights, log_prior=prior)
-    ctx = ctx.with_loss(loss)
+    ctx = ctx.openly.with_loss(loss)  # it stays at home
     trained = ctx.local_model(client)
     if not ctx.training.balanced:
         return Predictor(ctx.task, (trained.architecture,), (trained.state,))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -45,11 +45,15 @@ def distil_personal(
     temperature: float,
     epochs: int,
     lr: float,
+    schedule: str,
     batch: int,
     momentum: float,
     weight_decay: float,
+    start: Literal["cluster", "own"],
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The personal model f_pers and, on held-out local images, the accuracies of all three models.
+
+    It has the architecture, and at first the weights, of the model that it starts from.
 
     Training uses the same local split as the client's own training did, so that none of the three models was trained
     on the validation images; a client too small to have any gets no comparison.
@@ -57,13 +61,14 @@ def distil_personal(
     name, *shape = ctx.architecture
     own = ctx.model_of(client)  # only its answers are used, so that it may be of any architecture
     both = ((name, cluster_state), (own, own_state))
+    first = both[start == "own"]
     networks = [load_model(which, state, *shape).to(ctx.device) for which, state in both]
     rng = numpy_rng(ctx.training_seed, "training", client.name, "validation-split")
     rows, held = split_validation(client.labels, client.patients, ctx.training.validation, rng)
     images = to_device(client.images, ctx.device)
     labels = torch.from_numpy(client.labels).to(ctx.device)
     cached = torch.cat([member_logits(networks, part, ctx.precision) for part in torch.split(images, 500)], dim=1)
-    student = Student(load_model(name, cluster_state, *shape), ctx.device, ctx.precision, ctx.fast, passes=0)
+    student = Student(load_model(*first, *shape), ctx.device, ctx.precision, ctx.fast, passes=0)
 
     def step(index: Tensor, kinds: Tensor, rate: float | Tensor) -> list[Tensor]:
         del kinds  # images as they are
@@ -76,10 +81,10 @@ def distil_personal(
         student.update(gradients, rate, momentum, weight_decay)
         return [loss]
 
-    _epochs(student, step, rows, client, ctx, batch=batch, rates=[lr] * epochs, hint="lower lr_personal")
-    per_image = models.forward_flops(*ctx.architecture)
-    answers = (per_image + models.forward_flops(*ctx.architecture_of(client))) * len(labels)
-    ctx.record.flops += answers + 3 * per_image * epochs * len(rows)
+    rates = [lr * lr_multiplier(schedule, epoch / epochs) for epoch in range(epochs)]
+    _epochs(student, step, rows, client, ctx, batch=batch, rates=rates, hint="lower lr_personal")
+    per_image = [models.forward_flops(which, *shape) for which, _ in (*both, first)]
+    ctx.record.flops += sum(per_image[:2]) * len(labels) + 3 * per_image[2] * epochs * len(rows)
     return student.state(), _compare(student, images, labels, cached, held)
 
 

@@ -12,11 +12,12 @@ from fedbicross import models
 from fedbicross.engine.fast import recorded, run_on_streams, scalar
 from fedbicross.engine.images import grid_png
 from fedbicross.engine.recipe import lr_multiplier
+from fedbicross.engine.train import turn_and_mirror
 from fedbicross.errors import MethodError
 from fedbicross.parts.diagnosis import Curves
 from fedbicross.parts.students import new_student
 from fedbicross.steps.augment import cutmix as put_in_box
-from fedbicross.steps.augment import draw_boxes, draw_views, turn_and_mirror, zoomed
+from fedbicross.steps.augment import draw_boxes, draw_views, zoomed
 from fedbicross.steps.distill import soft_kd_loss
 from fedbicross.steps.inversion import Inversion, InversionSettings
 from fedbicross.steps.pool import Pool, Storage, decode, encode
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fedbicross.context import Context
     from fedbicross.engine.ensemble import Ensemble
     from fedbicross.engine.student import Student
+    from fedbicross.parts.settings import PoolConfig
     from fedbicross.steps.trajectory import Teacher
 
 AT_ONCE = 8  # inversions side by side on a GPU
@@ -81,47 +83,34 @@ class _Pages:
     Pages and orders are drawn on the device, each from a stream of its own: any step can be made again.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        teacher: Teacher,
-        ctx: Context,
-        *,
-        total: int,
-        batch: int,
-        turns: bool,
-        zoom: bool,
-        cutmix: int,
-        reuse: int,
-    ) -> None:
-        self.pool, self.teacher, self.ctx = pool, teacher, ctx
-        self.batch, self.turns, self.zoom, self.cutmix, self.reuse = batch, turns, zoom, cutmix, reuse
-        self.batches = page_batches(total, batch, reuse, ctx)
+    def __init__(self, pool: Pool, teacher: Teacher, config: PoolConfig, ctx: Context) -> None:
+        self.pool, self.teacher, self.config, self.ctx = pool, teacher, config, ctx
+        self.batches = page_batches(config, ctx)
         self.page = self.turn = -1
         self.captured: dict[str, Any] = {}  # the recorded step of labelling
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The images of this step, from 0, and their soft labels."""
-        page, place = divmod(step, self.batches * self.reuse)
+        page, place = divmod(step, self.batches * self.config.reuse)
         turn, number = divmod(place, self.batches)
         if page != self.page:
             self._make(page)
         if turn != self.turn:
             rng = self.ctx.torch_rng("distillation", f"page-{page}", f"order-{turn}", device=self.ctx.device)
             self.order, self.turn = torch.randperm(len(self.soft), generator=rng, device=self.ctx.device), turn
-        rows = self.order[number * self.batch : (number + 1) * self.batch]
+        rows = self.order[number * self.config.batch : (number + 1) * self.config.batch]
         return decode(self.images[rows]), self.soft[rows]
 
     def _make(self, page: int) -> None:
-        device, count = self.ctx.device, self.batches * self.batch
+        config, device, count = self.config, self.ctx.device, self.batches * self.config.batch
         rng = self.ctx.torch_rng("distillation", f"page-{page}", device=device)
         rows = torch.randint(self.pool.images, (count,), generator=rng, device=device)
-        kinds = torch.randint(8 if self.turns else 1, (count,), generator=rng, device=device)
+        kinds = torch.randint(8 if config.turns else 1, (count,), generator=rng, device=device)
         views = draw_views(count, rng)
-        cut = torch.arange(count, device=device) % self.cutmix == self.cutmix - 1 if self.cutmix else kinds < 0
+        cut = torch.arange(count, device=device) % config.cutmix == config.cutmix - 1 if config.cutmix else kinds < 0
         boxes = draw_boxes(count, self.ctx.task.image_size, rng) * cut.view(-1, 1)
         label = recorded(self.captured, "label", self._label, [], self.ctx.fast)
-        parts = [torch.split(drawn, self.batch) for drawn in (rows, kinds, views, boxes)]
+        parts = [torch.split(drawn, config.batch) for drawn in (rows, kinds, views, boxes)]
         made = [label(self.pool.take(some)["images"], *drawn) for some, *drawn in zip(*parts, strict=True)]
         self.images, self.soft = (torch.cat(part) for part in zip(*made, strict=True))
         self.page, self.turn = page, -1
@@ -130,41 +119,28 @@ class _Pages:
     def _label(self, images: Tensor, kinds: Tensor, views: Tensor, boxes: Tensor) -> list[Tensor]:
         """Turned, zoomed and cut together, as they are kept, and what the teacher says of them."""
         seen = turn_and_mirror(images, kinds)
-        seen = zoomed(seen, views) if self.zoom else seen
+        seen = zoomed(seen, views) if self.config.zoom else seen
         kept = encode(put_in_box(seen, seen.roll(1, 0), boxes), self.pool.storage)
         return [kept, self.teacher.original(decode(kept))]
 
 
 def distil(
-    pool: Pool,
-    teacher: Teacher,
-    ctx: Context,
-    *,
-    start: Mapping[str, Tensor] | None = None,
-    total: int,
-    batch: int,
-    lr: float,
-    schedule: str,
-    momentum: float,
-    weight_decay: float,
-    turns: bool,
-    zoom: bool,
-    cutmix: int,
-    reuse: int,
+    pool: Pool, teacher: Teacher, config: PoolConfig, ctx: Context, start: Mapping[str, Tensor] | None = None
 ) -> Student:
-    """A student after ``total`` steps of SGD on τ² KL(teacher ‖ student), from these weights or from fresh ones."""
+    """A student after its steps of SGD on τ² KL(teacher ‖ student), from these weights or from fresh ones."""
+    total = config.steps_distil
     student, curves = new_student(ctx, 0, total, start), Curves(total)
-    pages = _Pages(pool, teacher, ctx, total=total, batch=batch, turns=turns, zoom=zoom, cutmix=cutmix, reuse=reuse)
+    pages = _Pages(pool, teacher, config, ctx)
 
     def learn(images: Tensor, soft: Tensor, lr: Tensor) -> list[Tensor]:
         loss, gradients = student.gradient(images, lambda logits: soft_kd_loss(logits, soft, teacher.temperature))
-        student.update(gradients, lr, momentum, weight_decay)
+        student.update(gradients, lr, config.momentum, config.weight_decay)
         return [loss]
 
     step_once = recorded(student.captured, "learn from the pool", learn, student.in_place, ctx.fast)
     stage = ctx.stage("distillation", "student", total, student=student, curves=curves)
     for step in stage.steps():
-        now = scalar(lr * lr_multiplier(schedule, stage.progress), ctx.device)
+        now = scalar(config.lr * lr_multiplier(config.schedule, stage.progress), ctx.device)
         (loss,) = step_once(*pages.at(step), now)
         curves.add(step + 1, distillation=loss)
     if not student.finite:
@@ -228,13 +204,13 @@ def flops(architectures: Sequence[str], inverted: int, asked: int, labelled: int
     return inverting + labelled * everyone + seen * 3 * models.forward_flops(*ctx.architecture)
 
 
-def labelled(total: int, batch: int, reuse: int, ctx: Context) -> int:
-    """How many images `distil` asks the teacher about in ``total`` steps: whole pages."""
-    batches = page_batches(total, batch, reuse, ctx)
-    return math.ceil(total / (batches * reuse)) * batches * batch
+def labelled(config: PoolConfig, ctx: Context) -> int:
+    """How many images `distil` asks the teacher about: whole pages."""
+    batches = page_batches(config, ctx)
+    return math.ceil(config.steps_distil / (batches * config.reuse)) * batches * config.batch
 
 
-def page_batches(total: int, batch: int, reuse: int, ctx: Context) -> int:
+def page_batches(config: PoolConfig, ctx: Context) -> int:
     """Batches of a page: `PAGE`, or fewer where images are large or steps few."""
-    room = PAGE_VALUES // (batch * math.prod(ctx.task.image_shape))
-    return max(1, min(PAGE, room, math.ceil(total / reuse)))
+    room = PAGE_VALUES // (config.batch * math.prod(ctx.task.image_shape))
+    return max(1, min(PAGE, room, math.ceil(config.steps_distil / config.reuse)))

@@ -1,4 +1,4 @@
-"""One feature per image and one linear head for everyone, perhaps with a local prior: FedPFT and FedCGS."""
+"""One feature per image and one linear head for everyone, perhaps with a local prior: FedPFT, FedCGS, analytic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from fedbicross.messages import Client, Predictor, Reply
 from fedbicross.parts.features import MOST_IMAGES, check_encoder, check_tensors, describe, tokens, width
 from fedbicross.parts.settings import PooledConfig
 from fedbicross.steps.prior_shift import shift_prior
+from fedbicross.steps.sufficient_statistics import shortened, signs
 
 
 def features(config: PooledConfig, client: Client, ctx: Context) -> Tensor:
-    """One feature per image, [n,D]."""
-    return tokens(config, client, ctx).mean(1)  # without windows there is one token
+    """One feature per image, [n,D], projected and shortened as the settings say."""
+    found = tokens(config, client, ctx).mean(1)  # without windows there is one token
+    matrix = _projection(config, found.shape[1])
+    found = found if matrix is None else found.double() @ matrix.T
+    return found if config.clip is None else shortened(found, config.clip)
+
+
+def _projection(config: PooledConfig, wide: int) -> Tensor | None:
+    """The matrix to fewer features; none where there are no more than that."""
+    return signs(config.projection, wide) if config.projection is not None and config.projection < wide else None
 
 
 def gate_problem(config: PooledConfig) -> str:
@@ -43,7 +52,8 @@ def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, 
     encoder = describe(config, ctx)
     check_encoder(reply.info.get("encoder"), encoder)
     wide = width(config, ctx)
-    _check_reply(config, reply, len(ctx.task.classes), wide, gated)
+    matrix = _projection(config, wide)
+    _check_reply(config, reply, len(ctx.task.classes), wide if matrix is None else len(matrix), gated)
     weight, bias = reply.tensors["weight"], reply.tensors["bias"]
     if config.prior == "local":
         own = torch.tensor(client.class_counts(len(ctx.task.classes)))
@@ -51,6 +61,12 @@ def predictor(config: PooledConfig, client: Client, reply: Reply, ctx: Context, 
     elif gated:
         behind = reply.tensors["class_counts"]
         bias = shift_prior(bias, behind, torch.ones_like(behind), smoothing=0.0)
+    if matrix is not None and config.clip is None:  # linear in linear
+        weight = (weight.double() @ matrix).to(weight.dtype)
+    elif config.clip is not None:  # what the head was not fitted to, it must not see
+        state = {"head.weight": weight, "head.bias": bias, "longest": torch.tensor(config.clip)}
+        state |= {} if matrix is None else {"project.weight": matrix.to(weight.dtype)}
+        return Predictor(ctx.task, ("clipped" if matrix is None else "projected",), (state,), encoder=encoder)
     if not config.hierarchy:
         return Predictor(ctx.task, ("linear",), ({"head.weight": weight, "head.bias": bias},), encoder=encoder)
     # A query of zeros weighs all tokens alike: attention pooling is then their mean.

@@ -64,7 +64,7 @@ def local_generator(config: SequenceConfig, client: Client, tokens: Tensor, ctx:
             drawn = model.calibrate(tokens[rows].to(ctx.device), labels[rows].to(ctx.device), rng)
         return pack("generator", model.state_dict(), {"history": history, "drawn": drawn})
 
-    state, info = unpack(ctx.shared("generator", client, shared_by(config, GENERATOR, ctx), make), "generator")
+    state, info = unpack(ctx.models.shared("generator", client, shared_by(config, GENERATOR, ctx), make), "generator")
     curve = epoch_curve(info["history"], client.name, "NLL per token")
     ctx.record.add("curves", f"{client.name}: generator", curve)
     model = empty_generator(config, *sizes)

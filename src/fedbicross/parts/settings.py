@@ -27,6 +27,23 @@ class InversionConfig(MethodConfig):
     )
 
 
+class PoolConfig(InversionConfig):
+    """A pool of images that were inverted from networks, and a student that learns from them."""
+
+    pool: int = Field(25, ge=1, description="synthesised batches in all, the same number from every client, at least 1")
+    batch: int = Field(256, ge=2, description="images in a batch, of the synthesis and of the student")
+    storage: Literal["fp32", "bf16"] = Field("bf16", description="how the pool keeps images, on the device")
+    steps_distil: int = Field(6000, ge=1, description="of the student")
+    lr: float = Field(0.05, gt=0, description="of the student's SGD")
+    schedule: Literal["step", "cosine", "constant"] = Field("cosine", description="of the student's rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the student's SGD")
+    weight_decay: float = Field(5e-4, ge=0, description="of the student's SGD")
+    turns: bool = Field(True, description="random quarter turns and mirror images of the pool")
+    zoom: bool = Field(True, description="random zoom and shift of the pool's images")
+    cutmix: int = Field(2, ge=0, description="one image in so many gets a piece of another one; 0: none")
+    reuse: int = Field(4, ge=1, description="how often an augmented image is learnt from before new ones are made")
+
+
 class SynthesisConfig(InversionConfig):
     """Synthesis from several networks at once, teachers, and the student's optimiser; the papers' values."""
 
@@ -238,3 +255,51 @@ class PooledConfig(EncoderConfig):
     prior: Literal["global", "local"] = Field(
         "global", description="class frequencies behind the head: all clients' (papers), or moved to the client's own"
     )
+    clip: float | None = Field(
+        None, gt=0, le=1e6, description="longest feature; a longer one is shortened to it; none: as they are (papers)"
+    )
+    projection: int | None = Field(
+        None,
+        ge=1,
+        le=65_536,
+        description="features are first projected to so many random directions, where they are more; none: as they are",
+    )
+    epsilon: float | None = Field(
+        None, gt=0, le=100, description="ε of differential privacy for what leaves a client; none: none of it (ours)"
+    )
+    delta: float = Field(1e-5, gt=0, le=1e-2, description="δ of the same, well below one over the number of images")
+    unit: Literal["image", "patient"] = Field(
+        "image", description="whose privacy ε is: patient counts each of k images of a patient as 1/k of one"
+    )
+
+    @model_validator(mode="after")
+    def _noise_needs_a_limit(self) -> PooledConfig:
+        if self.epsilon is not None and self.clip is None:
+            raise ValueError("epsilon needs clip: without a longest feature no noise is enough")
+        return self
+
+    @property
+    def noise_summary(self) -> str:
+        """How private what leaves is, in words; empty where nothing makes it so."""
+        if self.epsilon is None:
+            return ""
+        return f"with noise: ε = {self.epsilon:g}, δ = {self.delta:g} of differential privacy for each {self.unit}"
+
+
+class MomentsConfig(PooledConfig):
+    """A head that is solved for from sums over the clients' features."""
+
+    ridge: float = Field(
+        1e-3, ge=0, le=100, description="γ: share of a feature's mean variance added to the diagonal (FedCGS's code: 0)"
+    )
+
+    @property
+    def upload_summary(self) -> str:
+        """What leaves the hospital, in words."""
+        sums = (
+            "For each class the number of images and the sum of their features, and the sum over all images of the "
+            "products of features"
+        )
+        if self.epsilon is None:
+            return f"{sums}; the sum of a class with one image is that image's feature."
+        return f"{sums}, all {self.noise_summary}."

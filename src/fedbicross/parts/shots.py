@@ -24,7 +24,7 @@ def upload(config: ShotsConfig, client: Client, ctx: Context, previous: Reply | 
     if previous is None or config.shots == 1:
         return replace(send_network(client, ctx, config.weighted), extra={"shot": 1} if config.shots > 1 else {})
     shot = _number(previous.info) + 1
-    state = ctx.retrain(client, previous.tensors, visit=f"shot-{shot}", epochs=config.epochs_shot)
+    state = ctx.models.retrain(client, previous.tensors, visit=f"shot-{shot}", epochs=config.epochs_shot)
     counts = client.class_counts(len(ctx.task.classes)) if config.weighted else None
     return Upload(client.name, ctx.task_of(client), state, class_counts=counts, extra={"shot": shot})
 

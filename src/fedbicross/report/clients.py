@@ -131,7 +131,7 @@ def _known(value: object) -> bool:
     return number(value) is not None
 
 
-def _harmed(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+def _harmed(rows: Sequence[Row]) -> list[tuple[str, list[str], list[str]]]:
     """Who is harmed by what and who is lower by chance, the worst first: the chart in words."""
     found = []
     for row in rows:
@@ -143,9 +143,9 @@ def _harmed(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     return [entry for entry in found if entry[1] or entry[2]]
 
 
-def _names(lower: Sequence[tuple[float | None, Mapping[str, Any]]]) -> str:
+def _names(lower: Sequence[tuple[float | None, Mapping[str, Any]]]) -> list[str]:
     names = [f"{short(client.get('client'), 24)} ({points(gain)})" for gain, client in lower]
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return [*names[:10], *([f"and {len(names) - 10} more"] if len(names) > 10 else [])]
 
 
 def confusions(results: Mapping[str, Any], summaries: Sequence[Summary], verdict: Verdict) -> list[dict[str, Any]]:

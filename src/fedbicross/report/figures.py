@@ -248,7 +248,7 @@ def line_chart(
             line(left, y, width - right, y, "rule"),
             text(left - 6, y + 4, tick_text(tick), 12, "end", class_="tick"),
         ]
-    for tick in ticks(x_low, x_high):
+    for tick in ticks(x_low, x_high, whole=all(x.is_integer() for x in xs_all)):
         x = place(tick, y_low)[0]
         body.append(text(x, top + height + 17, tick_text(tick), anchor="middle", class_="tick"))
     ends = []

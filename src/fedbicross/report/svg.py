@@ -72,14 +72,16 @@ def svg(width: float, height: float, body: Sequence[str], label: str, narrow: fl
     )
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers that cover ``low`` to ``high``."""
+def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers that cover ``low`` to ``high``; ``whole`` ones where nothing lies between two, as of epochs."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return [low]
-    raw = span / max(wanted, 1)
+    raw = max(span / max(wanted, 1), 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    step = next(
+        power * factor for factor in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)) if power * factor >= raw * 0.999
+    )
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 

@@ -10,26 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from fedbicross import data, models
+from fedbicross import data, models, privacy
 from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, nearest
 from fedbicross.methods import create
-from fedbicross.methods.base import Method, mixed_models_problem
-from fedbicross.settings import Settings, as_toml, parse, parse_toml, read_toml
-
-__all__ = [
-    "QUICK",
-    "RunConfig",
-    "as_toml",
-    "cases",
-    "check",
-    "load_config",
-    "merge",
-    "parse_assignment",
-    "parse_toml",
-    "read_toml",
-    "resolve",
-]
+from fedbicross.methods.base import Method, check_private_training, mixed_models_problem
+from fedbicross.settings import Settings, parse, read_toml
 
 QUICK: dict[str, Any] = {  # what --quick stands for: minutes on two cores; results are indicative only
     "model": "resnet8",
@@ -149,23 +135,13 @@ def load_config(
     assignments: Sequence[str] = (),
     quick: bool = False,
     case: str | None = None,
+    *,
+    check_machine: bool = True,
 ) -> RunConfig:
-    """Resolve and check a configuration; any mistake is a one-line ``ConfigError``."""
-    config = resolve(file, flags, assignments, quick, case)
-    check(config)
-    return config
+    """Resolve and check a configuration; any mistake is a one-line ``ConfigError``.
 
-
-def resolve(
-    file: Path | None = None,
-    flags: Mapping[str, Any] | None = None,
-    assignments: Sequence[str] = (),
-    quick: bool = False,
-    case: str | None = None,
-) -> RunConfig:
-    """Resolve a configuration without asking whether it can run here.
-
-    A file may describe several runs: each ``[case.NAME]`` holds what its run has over the rest of the file.
+    A file may describe several runs: each ``[case.NAME]`` holds what its run has over the rest of the file. Without
+    ``check_machine`` nobody asks whether it can run here: whether there are such data, methods and encoders.
     """
     values: dict[str, Any] = {} if file is None else read_toml(file)
     tables, common = _cases(values), values.get("method", {})
@@ -188,6 +164,8 @@ def resolve(
         known = _settable(config)
         kept = {spec: own for spec, own in config.method.items() if spec in known or spec not in common}
         config = config.model_copy(update={"method": kept})
+    if check_machine:
+        check(config)
     return config
 
 
@@ -233,6 +211,7 @@ def check(config: RunConfig) -> None:
     for spec in config.all_methods():
         method = config.build(spec)
         method.check_machine()
+        _check_private(config, spec, method)
         for name in config.architectures():
             if "bn_stats" in method.needs and not models.info(name).has_batchnorm:
                 reason = f"{spec} needs batch-normalisation statistics, which {name!r} does not have"
@@ -246,6 +225,16 @@ def check(config: RunConfig) -> None:
             raise ConfigError(
                 "unused_method", f"settings for method {spec!r}, which does not run{nearest(spec, known)}"
             )
+
+
+def _check_private(config: RunConfig, spec: str, method: Method[Any]) -> None:
+    if config.training.dp is None:
+        return
+    check_private_training(method, config.training, spec)
+    privacy.accountant.require_opacus()
+    for name in config.architectures():
+        if method.sends_only_the_network and models.info(name).has_batchnorm:
+            raise ConfigError("dp_batchnorm", f"training.dp: {models.group_norm_advice(name)}")
 
 
 def _exists(path: str) -> bool:

@@ -25,8 +25,9 @@ from fedbicross.engine.workers import QUIET, import_ray
 from fedbicross.errors import ConfigError
 from fedbicross.evaluate.summary import local_baselines
 from fedbicross.runs import runner
-from fedbicross.runs.config import RunConfig, as_toml
+from fedbicross.runs.config import RunConfig
 from fedbicross.runs.store import DiskStore
+from fedbicross.settings import as_toml
 
 Engine = Literal["local", "ray"]
 _NOT_COPIED = {"config.toml", "partition.json", "results.json", "events.jsonl", ".lock", sums.NAME}

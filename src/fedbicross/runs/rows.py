@@ -224,7 +224,7 @@ def make_row(
         "rounds": method.rounds,
         "accuracy_by_round": _by_round(ctx, method.rounds),
         "settings": method.config.model_dump(),
-        "leaves_the_hospital": method.upload_summary,
+        "leaves_the_hospital": method.leaves(ctx.training),
         "warnings": list(dict.fromkeys(w for record in said for w in record["warnings"])),
         "diagnosis": _merge_diagnosis(said),
     }

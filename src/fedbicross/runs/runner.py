@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from fedbicross.evaluate.protocols import TestSet
 from fedbicross.evaluate.summary import is_alone, local_baselines
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client
+from fedbicross.methods.base import Method
 from fedbicross.report.text import duration, flops
-from fedbicross.runs.config import RunConfig, as_toml, check, parse_toml
+from fedbicross.runs.config import RunConfig, check
 from fedbicross.runs.environment import versions
 from fedbicross.runs.progress import RememberLast
 from fedbicross.runs.rows import (
@@ -45,11 +45,12 @@ from fedbicross.runs.rows import (
     stored_predictions,
 )
 from fedbicross.runs.store import DiskStore, RunFolder, json_text
-from fedbicross.settings import parse, read_json
+from fedbicross.settings import as_toml, parse, parse_toml, read_json
 
 SCHEMA = 1
 BASELINES = ("majority", "ensemble")  # and every way of training alone
 FAST_CPU = 1e11  # operations a second: more than most processors reach in training
+MOST_CLASSES = 12  # named at the start of a run
 PATIENCE = 3600.0  # seconds on such a one from which a person is warned
 
 
@@ -234,13 +235,14 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
     set_precision(prepared.precision)
     progress = watched = RememberLast(progress)
     try:
-        for warning in _patience(prepared):
+        progress.say(_read(prepared))
+        for warning in (*prepared.warnings, *_patience(prepared)):
             progress.say(f"warning: {warning}")
         rows: list[dict[str, Any]] = []
         summary = _header(prepared)
         done = progress.start("all methods", len(config.seeds) * len(config.all_methods()))
         for seed in config.seeds:
-            rows += _one_seed(prepared, seed, folder, progress, done, summary, rows)
+            rows += _Seed(prepared, seed, folder, progress).rows(done, summary, rows)
         results = _results(summary, rows, complete=True)
         _write_results(folder, results)
         return results
@@ -254,6 +256,15 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
         ) from None
     finally:
         torch.set_num_threads(threads)
+
+
+def _read(prepared: Prepared) -> str:
+    """What was read, so that classes that are none are seen before anything is trained."""
+    dataset = prepared.dataset
+    names = ", ".join(dataset.classes[:MOST_CLASSES]) + (", …" if len(dataset.classes) > MOST_CLASSES else "")
+    images = f"{len(dataset.train):,} images to train on and {len(dataset.test):,} to test on"
+    about = f" ({dataset.note})" if dataset.note and prepared.config.data.name not in DATASETS else ""
+    return f"data: {dataset.name}, {images}, {len(dataset.classes)} classes: {names}{about}"
 
 
 def _patience(prepared: Prepared) -> list[str]:
@@ -281,101 +292,111 @@ def _smaller(work: str) -> str:
     return "lower the method's batch (--set method.NAME.batch=…), or use --precision bf16"
 
 
-def _one_seed(
-    prepared: Prepared,
-    seed: int,
-    folder: RunFolder | None,
-    progress: Progress,
-    done: Callable[[int, str], None],
-    summary: dict[str, Any],
-    earlier: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    config, dataset, partition = prepared.config, prepared.dataset, prepared.partitions[seed]
-    task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, config.model)
-    clients, owners = make_clients(dataset, partition)
-    images = test_images(dataset, partition)
-    test = TestSet(dataset.test.labels, partition.test_owner, dataset.test.patients)
-    store: Store = folder.store if folder else MemoryStore()
-    memory_events: list[dict[str, Any]] = []
-    event = folder.event if folder else (lambda **fields: memory_events.append(fields))
-    client_models = config.models_of(partition.clients)
+class _Seed:
+    """One seed of a run: its clients and test images, and the row of every method."""
 
-    def context(spec: str) -> Context:
+    def __init__(self, prepared: Prepared, seed: int, folder: RunFolder | None, progress: Progress) -> None:
+        self.prepared, self.seed, self.folder, self.progress = prepared, seed, folder, progress
+        self.config, dataset, partition = prepared.config, prepared.dataset, prepared.partitions[seed]
+        self.task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, self.config.model)
+        self.clients, self.owners = make_clients(dataset, partition)
+        self.images = test_images(dataset, partition)
+        self.test = TestSet(dataset.test.labels, partition.test_owner, dataset.test.patients)
+        self.client_models = self.config.models_of(partition.clients)
+        self.store: Store = folder.store if folder else MemoryStore()
+        self.events: list[dict[str, Any]] = []  # where there is no folder
+        specs = self.config.all_methods()
+        # Training alone comes first, in all of its ways: the best of them is what every row is measured against.
+        self.local = local_baselines(specs)
+        self.order = [*self.local, *(spec for spec in specs if spec not in self.local)]
+        self.alone: dict[str, dict[str, np.ndarray]] = {}
+        self.bar: Alone | None = None
+
+    def rows(
+        self, done: Callable[[int, str], None], summary: dict[str, Any], earlier: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The rows of all methods, those of ``earlier`` seeds being written along with them."""
+        rows: list[dict[str, Any]] = []
+        for spec in self.order:
+            ctx, method = self.context(spec), self.config.build(spec)
+            saved = self.store.load(f"rows/{ctx.scope}.json")
+            if saved is None:
+                done(len(earlier) + len(rows), spec)
+            row = self._make_row(spec, method, ctx) if saved is None else _row(saved, ctx, spec)
+            kept = records(ctx, [client.name for client in self.clients], method.rounds)
+            stages = self._times(ctx, kept, saved is not None)
+            rows.append({**row, "seconds": round(sum(stages.values()), 3), "seconds_by_stage": stages})
+            for record in kept:
+                _note_training(record, ctx, summary, self.clients)
+            _write_results(self.folder, _results(summary, earlier + rows, complete=False))
+        done(len(earlier) + len(rows), "")
+        asked = self.config.all_methods()
+        return sorted(rows, key=lambda row: asked.index(row["method"]))
+
+    def context(self, spec: str) -> Context:
+        """What a method of this seed is given."""
         return Context(
-            task=task,
-            training=config.training,
-            seed=seed,
-            device=prepared.device,
-            precision=prepared.precision,
-            fast=prepared.fast,
-            scope=f"seed-{seed}/{spec.replace(':', '+')}",
-            store=store,
-            progress=progress,
-            event=event,
-            client_models=client_models,
+            task=self.task,
+            training=self.config.training,
+            seed=self.seed,
+            device=self.prepared.device,
+            precision=self.prepared.precision,
+            fast=self.prepared.fast,
+            scope=f"seed-{self.seed}/{spec.replace(':', '+')}",
+            store=self.store,
+            progress=self.progress,
+            event=self._event,
+            client_models=self.client_models,
         )
 
-    def predictions(spec: str) -> dict[str, np.ndarray]:
+    def _event(self, **fields: Any) -> None:
+        self.folder.event(**fields) if self.folder else self.events.append(fields)
+
+    def _make_row(self, spec: str, method: Method[Any], ctx: Context) -> dict[str, Any]:
+        """Run a method and score it."""
+        if self.bar is None and self.local:
+            self.alone = {name: self._finished(name) or self._predictions(name) for name in self.local}
+            classes = len(self.task.classes)
+            self.bar = choose_alone(self.alone, self.clients, self.test, self.owners, classes, self.config.metric)
+        made = self.alone.get(spec) or self._predictions(spec)
+        # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
+        asked = method.role == "baseline" and spec not in BASELINES and not is_alone(spec)
+        role = "method" if asked else method.role
+        row = make_row(spec, method, self.clients, made, self.test, self.owners, ctx, self.bar, role)
+        self.store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
+        return row
+
+    def _predictions(self, spec: str) -> dict[str, np.ndarray]:
         """Run a method to the end; what an earlier run of it left is taken over."""
-        ctx = context(spec)
-        progress.say(f"== {spec}, seed {seed} (method {order.index(spec) + 1} of {len(order)})")
-        score = partial(score_round, clients=clients, test_images=images, test=test, owners=owners, ctx=ctx)
-        method = config.build(spec)
-        predictors = simulate(method, clients, ctx, score)
+        ctx, method = self.context(spec), self.config.build(spec)
+        place = f"method {self.order.index(spec) + 1} of {len(self.order)}"
+        self.progress.say(f"== {spec}, seed {self.seed} ({place})")
+        known = self.clients, self.images, self.test, self.owners, ctx
+        predictors = simulate(method, self.clients, ctx, lambda number, made: score_round(number, made, *known))
         began = time.perf_counter()
         if method.adapts_prior:
-            predictors = adapt_all(predictors, images, test, owners, ctx)
-        found = predict_all(predictors, images, ctx)
+            predictors = adapt_all(predictors, self.images, self.test, self.owners, ctx)
+        found = predict_all(predictors, self.images, ctx)
         if not method.pools_data:
-            choose_thresholds(predictors, clients, ctx)
-        event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
+            choose_thresholds(predictors, self.clients, ctx)
+        self._event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)
         return found
 
-    def times(ctx: Context, kept: list[dict[str, Any]], row_was_there: bool) -> dict[str, float]:
+    def _finished(self, spec: str) -> dict[str, np.ndarray] | None:
+        """What a method predicted whose row is there already."""
+        ctx = self.context(spec)
+        there = self.store.load(f"rows/{ctx.scope}.json") is not None
+        return stored_predictions(self.clients, ctx) if there else None
+
+    def _times(self, ctx: Context, kept: list[dict[str, Any]], row_was_there: bool) -> dict[str, float]:
         """Seconds by stage, kept when the row is made: the log may be cut later, its times may not change."""
         name = f"times/{ctx.scope}.json"
-        told = store.load(name) if row_was_there else None
+        told = self.store.load(name) if row_was_there else None
         if told is not None:
             return read_json(dict[str, float], told, name)
-        found = seconds_by_stage(folder.events() if folder else memory_events, ctx, kept)
-        store.save(name, canonical_json(found).encode())
+        found = seconds_by_stage(self.folder.events() if self.folder else self.events, ctx, kept)
+        self.store.save(name, canonical_json(found).encode())
         return found
-
-    def finished(spec: str) -> dict[str, np.ndarray] | None:
-        ctx = context(spec)
-        return None if store.load(f"rows/{ctx.scope}.json") is None else stored_predictions(clients, ctx)
-
-    specs = config.all_methods()
-    # Training alone comes first, in all of its ways: the best of them is what every row is measured against.
-    local = local_baselines(specs)
-    order = [*local, *(spec for spec in specs if spec not in local)]
-    alone: dict[str, dict[str, np.ndarray]] = {}
-    bar: Alone | None = None
-    rows: list[dict[str, Any]] = []
-    for spec in order:
-        ctx, method = context(spec), config.build(spec)
-        saved = store.load(f"rows/{ctx.scope}.json")
-        if saved is None:
-            done(len(earlier) + len(rows), spec)
-            if bar is None and local:
-                alone = {name: finished(name) or predictions(name) for name in local}
-                bar = choose_alone(alone, clients, test, owners, len(task.classes), config.metric)
-            made = alone.get(spec) or predictions(spec)
-            # A baseline that was asked for by name, such as a variant of the ensemble, is judged like a method.
-            asked = method.role == "baseline" and spec not in BASELINES and not is_alone(spec)
-            role = "method" if asked else method.role
-            row = make_row(spec, method, clients, made, test, owners, ctx, bar, role)
-            store.save(f"rows/{ctx.scope}.json", canonical_json(row).encode())
-        else:
-            row = _row(saved, ctx, spec)
-        kept = records(ctx, [client.name for client in clients], method.rounds)
-        stages = times(ctx, kept, saved is not None)
-        rows.append({**row, "seconds": round(sum(stages.values()), 3), "seconds_by_stage": stages})
-        for record in kept:
-            _note_training(record, ctx, summary, clients)
-        _write_results(folder, _results(summary, earlier + rows, complete=False))
-    done(len(earlier) + len(rows), "")
-    return sorted(rows, key=lambda row: specs.index(row["method"]))
 
 
 def _row(data: bytes, ctx: Context, spec: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The papers' equations as pure functions; each submodule is imported when it is first used, and torch with it."""
+"""The papers' equations: pure functions of tensors, and small classes that hold what a loop changes.
+
+None knows a client, an upload or a context. Each submodule is imported when it is first used, and torch with it.
+"""
 
 import lazy_loader as lazy
 

@@ -6,10 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedbicross.engine.train import turn_and_mirror
-
-__all__ = ["cutmix", "draw_boxes", "draw_views", "turn_and_mirror", "zoomed"]
-
 SCALES = (0.75, 1.1)  # side of the window that is seen, as a share of the image
 SHIFT = 0.15  # of the window's centre at most, as a share of half the image
 

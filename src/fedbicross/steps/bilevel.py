@@ -50,10 +50,14 @@ class CrossCluster:
         in_place = [weights, *(value for student in students for value in student.in_place)]
         self._in_place, self._kept = in_place, dict[str, Any]()
 
-    def step(self, samples: Sequence[Sample], lr: float) -> list[Tensor]:
-        """Eqs. 7 and 8 for every cluster on all clusters' samples of one t; returns the students' losses."""
+    def step(self, samples: Sequence[Sample], lr: float, held_out: Sequence[Sample] = ()) -> list[Tensor]:
+        """Eqs. 7 and 8 for every cluster on all clusters' samples of one t; returns the students' losses.
+
+        Validation rows are taken from the same samples, or from those of ``held_out`` where it gives one a cluster.
+        """
         device = self.students[0].device
-        inputs = [value for sample in samples for value in (sample.images, sample.original, sample.adapted)]
+        every = (*samples, *held_out)
+        inputs = [value for sample in every for value in (sample.images, sample.original, sample.adapted)]
         numbers = [scalar(samples[0].lam, device), scalar(lr, device)]
         run = recorded(self._kept, "step", self._all, self._in_place, self.students[0].fast)
         return list(run(*inputs, *numbers))
@@ -61,12 +65,14 @@ class CrossCluster:
     def _all(self, *tensors: Tensor) -> list[Tensor]:
         *labelled, lam, lr = tensors
         triples = zip(labelled[::3], labelled[1::3], labelled[2::3], strict=True)
-        samples = [Sample(0, images, original, adapted, lam, None) for images, original, adapted in triples]
+        every = [Sample(0, images, original, adapted, lam, None) for images, original, adapted in triples]
+        count = len(self.students)
+        samples, held_out = every[:count], every[-count:]  # the same where there is one batch
 
         def advance(k: int) -> Tensor:
             loss, gradients = self.inner(k, samples, lr)
             if self.validation is not None:
-                self.outer(k, take_rows(samples[k], self.validation), gradients)
+                self.outer(k, take_rows(held_out[k], self.validation), gradients)
             return loss
 
         device = self.students[0].device if self.students[0].fast else "cpu"

@@ -11,20 +11,7 @@ from typing import Literal, NamedTuple, assert_never
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedbicross.engine.combine import Combination, class_weights, combine_logits, soften
-
-__all__ = [
-    "Combination",
-    "PersonalLoss",
-    "class_weights",
-    "combine_logits",
-    "kd_loss",
-    "mixed_kd_loss",
-    "noise_level",
-    "personal_loss",
-    "soft_kd_loss",
-    "soften",
-]
+from fedbicross.engine.combine import soften
 
 
 def soft_kd_loss(student_logits: Tensor, teacher_soft: Tensor, temperature: float) -> Tensor:

@@ -7,7 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,9 +83,6 @@ class LatentDiffusion:
 
 
 def _load(folder: Path) -> dict[str, Any]:
-    import diffusers
-    import transformers
-
     offline = {"local_files_only": True}
     weights = {**offline, "use_safetensors": True}  # a .bin file is a pickle: never
     try:

@@ -97,6 +97,21 @@ def _single(x: np.ndarray, covariance: Covariance, floor: float) -> FeatureMixtu
     return FeatureMixture(torch.ones(1, dtype=torch.float64), means, _scales(found, covariance))
 
 
+def from_sums(
+    count: float, total: Tensor, squares: Tensor, covariance: Literal["diag", "spherical"], floor: float
+) -> FeatureMixture:
+    """One Gaussian from Σ 1, Σ f [D] and Σ f² [D] (spherical: Σ ‖f‖² [1]), all of which may be noisy, in float64."""
+    mean = total.double() / count
+    if covariance == "diag":
+        variance = squares.double() / count - mean.square()
+    else:
+        variance = (squares.double() / count - mean.square().sum()) / len(mean)
+    scales = (variance.clamp_min(0) + floor).sqrt()
+    return FeatureMixture(
+        torch.ones(1, dtype=torch.float64), mean[None], scales[None] if covariance == "diag" else scales
+    )
+
+
 def _scales(covariances: np.ndarray, covariance: Covariance) -> Tensor:
     if covariance != "full":
         return torch.from_numpy(np.sqrt(covariances))
@@ -129,23 +144,6 @@ def sample(mixture: FeatureMixture, covariance: Covariance, count: int, generato
     else:
         z = z * (scales[chosen] if covariance == "diag" else scales[chosen, None])
     return means[chosen] + z
-
-
-def log_density(x: Tensor, mixture: FeatureMixture, covariance: Covariance) -> Tensor:
-    """log p(x) of features [n,D] under the mixture of one class, in float64."""
-    means, weights = mixture.means.double(), mixture.weights.double()
-    width = means.shape[1]
-    scales = mixture.scales.double()
-    centred = x.double()[:, None] - means  # [n,K,D]
-    if covariance == "full":
-        lower = _triangles(scales, width)
-        z = torch.linalg.solve_triangular(lower, centred.permute(1, 2, 0), upper=False).permute(2, 0, 1)
-        log_scale = lower.diagonal(dim1=1, dim2=2).log().sum(1)
-    else:
-        spread = scales if covariance == "diag" else scales[:, None].expand(-1, width)
-        z, log_scale = centred / spread, spread.log().sum(1)
-    constant = 0.5 * width * float(np.log(2 * np.pi))
-    return torch.logsumexp(weights.log() - log_scale - constant - 0.5 * z.square().sum(-1), dim=1)
 
 
 def sampling_flops(covariance: Covariance, width: int) -> int:

@@ -1,4 +1,4 @@
-"""Does one upload stick out among the others? Each score is a site beside its peers, and none needs to know the truth.
+"""How far one upload is from the others. Every score compares a site with its peers; no labelled image is needed.
 
 Medians are taken over the others only, so that a site is never its own measure, and stay where they are as long as more
 than half of the others are honest.

@@ -101,7 +101,7 @@ class SampleMemory:
         self.kept: list[Sample] = []
         self.seen = 0
 
-    def exchange(self, sample: Sample) -> list[Sample]:
+    def replay_and_keep(self, sample: Sample) -> list[Sample]:
         """Earlier samples to learn from again, if there are any; the new one may then be kept."""
         if not self.capacity:
             return []

@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbicross.engine.combine import Combination, combine_logits
 from fedbicross.engine.ensemble import Ensemble, Statistics
 from fedbicross.engine.fast import recorded
 from fedbicross.engine.workers import OnWorker, Workers
 from fedbicross.steps.adaptation import adapt, window
-from fedbicross.steps.distill import Combination, combine_logits, mixed_kd_loss, noise_level
+from fedbicross.steps.distill import mixed_kd_loss, noise_level
 from fedbicross.steps.inversion import Inversion, InversionLoss, InversionSettings, balanced_labels
 
 Adaptation = Literal["batch", "ema", "none"]

@@ -27,7 +27,7 @@ from fedbicross.engine.recipe import Training
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, nearest
 from fedbicross.messages import Agreement, file_name
 from fedbicross.methods import create, find
-from fedbicross.methods.base import Method
+from fedbicross.methods.base import Method, check_private_training
 from fedbicross.settings import Settings, as_toml, parse, read_toml
 
 MAX_FILE = 1 << 20  # bytes
@@ -275,6 +275,13 @@ def _check_method(federation: FederationFile) -> None:
             "needs_batchnorm",
             f"{federation.method} needs batch-normalisation statistics, which {federation.model!r} does not have",
         )
+    if federation.training.dp is not None:
+        if not method.sends_only_the_network and not method.private_training_problem:
+            what = f"training.dp does nothing for {federation.method}, which sends no network that a client trained"
+            raise ConfigError("dp_unused", f"{what}; methods on features have a setting epsilon")
+        check_private_training(method, federation.training, federation.method)
+        if models.MODELS[federation.model].has_batchnorm:
+            raise ConfigError("dp_batchnorm", f"training.dp: {models.group_norm_advice(federation.model)}")
     counts = sorted(method.needs & {"class_counts", "num_samples"})
     if counts and not federation.class_counts.send:
         raise MethodError(

@@ -31,6 +31,12 @@ class Post:
 
     folder: Path
 
+    def require(self) -> None:
+        """Refuse a folder that is not there: a slip, or a stick that is not plugged in."""
+        if not self.folder.is_dir():
+            problem = f"{self.folder} is no folder; it is where public keys, uploads and replies travel"
+            raise ConfigError("no_post", f"{problem}: is the stick plugged in?")
+
     @property
     def federation(self) -> Path:
         """The agreement."""
@@ -75,8 +81,7 @@ def read_public_key(path: Path) -> str:
 
 def status(post: Post) -> dict[str, Any]:
     """How far a federation has come, by what lies in the folder; every file is verified and none is used."""
-    if not post.folder.is_dir():
-        raise ConfigError("no_post", f"{post.folder} is no folder; it is where public keys, uploads and replies travel")
+    post.require()
     if not post.federation.exists():
         names = {name: keys.fingerprint(text) for name, text in post.public_keys().items()}
         sites = [{"site": name, "key": text, "upload": MISSING, "reply": MISSING} for name, text in names.items()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedbicross import engine as engines
 from fedbicross import pipeline, seeds
 from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
@@ -117,26 +118,10 @@ def fuse_uploads(
     work: Path,
     server_key: Ed25519PrivateKey,
     progress: Progress | None = None,
-    *,
-    quorum: int | None = None,
-    device: str = "auto",
-    engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
-    hold_on_notes: bool = False,
-    trust: Collection[str] = (),
+    **options: Any,
 ) -> dict[str, bytes]:
-    """The signed reply to each client whose upload takes part.
-
-    Refused and missing uploads are named and left out; fewer than the quorum is an error. The first call fixes who
-    takes part: later calls go on with exactly these bytes, name what came late, and refuse what changed.
-    An upload that sticks out is noted, limited or left out by `parts.defence`, unless its sender is among those that
-    the operator chooses to ``trust``; with ``hold_on_notes`` nothing is begun while there is any other note.
-    With ``engine="ray"`` trajectories are made by that many ``workers``; the replies are the same.
-    """
-    received = receive(federation, uploads)
-    options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine, "workers": workers}
-    options |= {"hold_on_notes": hold_on_notes, "trust": trust}
-    return fuse_received(federation, received, work, server_key, progress, **options)
+    """``receive``, then ``fuse_received`` with its options."""
+    return fuse_received(federation, receive(federation, uploads), work, server_key, progress, **options)
 
 
 def fuse_received(
@@ -153,7 +138,16 @@ def fuse_received(
     hold_on_notes: bool = False,
     trust: Collection[str] = (),
 ) -> dict[str, bytes]:
-    """``fuse_uploads`` after ``receive``."""
+    """The signed reply to each client whose upload takes part.
+
+    Refused and missing uploads are named and left out; fewer than the quorum is an error. The first call fixes who
+    takes part: later calls go on with exactly these bytes, name what came late, and refuse what changed.
+
+    An upload that sticks out is noted, limited or left out by `parts.defence`, unless its sender is among those that
+    the operator chooses to ``trust``; with ``hold_on_notes`` nothing is begun while there is any other note.
+
+    With ``engine="ray"`` trajectories are made by that many ``workers``; the replies are the same.
+    """
     if keys.public_text(server_key) != federation.server:
         raise ConfigError("wrong_key", "this key is not the one that the federation file lists for the server")
     for name in trust:
@@ -162,9 +156,7 @@ def fuse_received(
         log = folder.path / AUDIT
         ctx = make_context(federation, folder, progress, device)
         if engine == "ray":  # before any work: the package may be missing
-            from fedbicross.engine.workers import Workers  # torch comes with it
-
-            ctx.workers = Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
+            ctx.workers = engines.workers.Workers(workers, ctx.device, ctx.precision, ctx.progress.say)
         _tell(received, ctx, log)
         if folder.store.load(FUSION) is None:
             _judge(federation, received, ctx, log, quorum, hold_on_notes, trust)

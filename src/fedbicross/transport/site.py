@@ -18,6 +18,7 @@ from fedbicross.disclosure.effort import Effort
 from fedbicross.disclosure.policy import Policy
 from fedbicross.errors import ConfigError, MethodError, PolicyError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Upload, file_name
+from fedbicross.privacy import ledger
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
@@ -49,14 +50,18 @@ def make_upload(
     progress: Progress | None = None,
     *,
     device: str = "auto",
+    book: Path | None = None,
     policy: Policy | None = None,
     held_out: HeldOut | None = None,
 ) -> bytes:
     """Train, and return the signed bytes that leave; if they lie in ``work`` already, nothing is trained again.
 
-    With a ``policy`` of the site, what it does not let leave is neither returned nor kept; where it requires an audit,
-    that is made here, with the images that were ``held_out``.
+    ``book`` is the site's ledger of everything that it ever sent (`privacy.ledger`); none: one in ``work``. With a
+    ``policy`` of the site, what it does not let leave is neither returned nor kept; where it requires an audit, that is
+    made here, with the images that were ``held_out``.
     """
+    book = work / ledger.NAME if book is None else book
+    ledger.read(book)  # a damaged one is an error before hours of training, not after
     check_not_expired(federation)
     check_key(federation, client.name, key)
     _check_images(federation, client)
@@ -71,6 +76,7 @@ def make_upload(
         if kept is not None and _may_leave(federation, key, kept):
             verify_upload(federation, kept)
             ctx.progress.say("done before: the upload is the one that was made then")
+            _enter(book, federation, client, kept, ctx)
             return kept
         name = f"{SCOPE}/{file_name(client.name)}"
         upload = pipeline.make_upload(federation.build(), client, ctx, name)
@@ -86,7 +92,22 @@ def make_upload(
             _audit_or_refuse(federation, client, held_out, key, data, ctx, policy)
         folder.store.save(SENT, data)
         ctx.drop_stages()
+        _enter(book, federation, client, data, ctx)
         return data
+
+
+def _enter(book: Path, federation: FederationFile, client: Client, data: bytes, ctx: Context) -> None:
+    """Write down what is about to leave, and say what it adds up to; without the entry nothing leaves."""
+    entries = ledger.add(
+        book,
+        run=federation.run,
+        client=client.name,
+        method=federation.method,
+        data=client.digest,
+        upload=hashlib.sha256(data).hexdigest(),
+        privacy=Upload.unpack(data).privacy,
+    )
+    ctx.progress.say(f"privacy of everything that this site ever sent: {ledger.total(entries).words}")
 
 
 def _policy_allows(policy: Policy, key: Ed25519PrivateKey, data: bytes, ctx: Context) -> bool:

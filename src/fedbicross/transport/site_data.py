@@ -18,7 +18,7 @@ from fedbicross.data.files import KNOWN, kind_of, why_strange
 from fedbicross.data.folder import columns, find_images, read_images
 from fedbicross.data.layout import Entry
 from fedbicross.data.patient_groups import split_off_test
-from fedbicross.data.pictures import Header
+from fedbicross.data.pictures import Header, Reader
 from fedbicross.errors import DataError, nearest
 from fedbicross.messages import Client
 
@@ -74,9 +74,19 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_files(paths: Sequence[Path], task: Task) -> Images:
-    """Image files as the task's networks take them, by the one rule of ``data.pictures``."""
-    return as_channels(read_images(paths, task.image_size), task.channels, str(paths[0].parent))
+def pictures_in(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
+    """Every image in these files, in order: a volume holds a slice after the other, any other file one image."""
+    reader = Reader()
+    found: list[tuple[Path, int | None]] = []
+    for path in paths:
+        found += [(path, header.slice) for header in reader.look(path)] if kind_of(path) == "nifti" else [(path, None)]
+    return found
+
+
+def read_files(places: Sequence[Path | tuple[Path, int | None]], task: Task) -> Images:
+    """Image files, or slices of volumes, as the task's networks take them, by the one rule of ``data.pictures``."""
+    first = places[0] if isinstance(places[0], Path) else places[0][0]
+    return as_channels(read_images(places, task.image_size), task.channels, str(first.parent))
 
 
 def as_channels(images: Images, channels: int, where: str) -> Images:

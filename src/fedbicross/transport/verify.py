@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedbicross import pipeline
+from fedbicross import parts, pipeline
 from fedbicross.bundle import REPLY, UPLOAD, inspect, read_file, validate
 from fedbicross.bundle.format import check_kind
 from fedbicross.bundle.sign import check_signer
@@ -24,6 +24,8 @@ def verify_upload(federation: FederationFile, data: bytes) -> Upload:
     """The upload in these bytes, if it is a listed client's, signed by that client, for this run, and fit for use."""
     upload = open_upload(federation, data)
     pipeline.check_upload(federation.build(), upload, federation.task)
+    if federation.training.dp is not None:
+        parts.private.check(upload, federation.training.dp)
     if not counts_agree(federation.class_counts, upload):
         raise UploadError(
             "small_count", f"{upload.client!r} sends a number of images that by class_counts should have stayed there"
@@ -89,9 +91,10 @@ def notes_in(reply: Reply) -> list[str]:
 
 
 def counts_agree(policy: CountPolicy, upload: Upload) -> bool:
-    """Whether every number of images in the upload is one that may leave a site."""
+    """Whether every number of images in the upload is one that may leave a site; behind noise a small one may."""
     numbers = [*(upload.class_counts or ()), *([] if upload.num_samples is None else [upload.num_samples])]
-    return not any(0 < number < policy.smallest for number in numbers) and (policy.send or not numbers)
+    small = upload.privacy is None and any(0 < number < policy.smallest for number in numbers)
+    return not small and (policy.send or not numbers)
 
 
 def _check_run(federation: FederationFile, found: object, what: str) -> None:

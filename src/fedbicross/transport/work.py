@@ -66,6 +66,7 @@ def make_context(federation: FederationFile, folder: RunFolder, progress: Progre
         store=folder.store,
         progress=progress or Silent(),
         event=folder.event,
+        secret_noise=True,
     )
 
 

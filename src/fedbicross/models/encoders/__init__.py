@@ -74,11 +74,6 @@ class EncoderSpec:
             raise UploadError("encoder_manifest", "the description of the encoder is malformed")
         return cls(str(name), int(size or 0), window, stride)
 
-    @property
-    def whole_image(self) -> EncoderSpec:
-        """The same encoder without windows."""
-        return EncoderSpec(self.name, self.size)
-
 
 def encoder_folder(name: str) -> Path:
     """Where an encoder's weights are looked for: ``$FEDBICROSS_ENCODERS/NAME``, or under ``~/.cache/fedbicross``."""

@@ -78,12 +78,12 @@ def flatten_weights(weights: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     return vectors
 
 
-def centred_gram(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Matrix:
-    """⟨v_i − o, v_j − o⟩ in float64, o the mean of the vectors unless given; in slices, so that no big copy is made."""
+def centred_gram(vectors: Sequence[Tensor]) -> Matrix:
+    """⟨v_i − v̄, v_j − v̄⟩ in float64, v̄ the mean of the vectors; in slices, so that no big copy is made."""
     gram = np.zeros((len(vectors), len(vectors)))
     for start in range(0, vectors[0].numel(), _CHUNK):
         rows = torch.stack([vector[start : start + _CHUNK].double() for vector in vectors])
-        rows = rows - (rows.mean(0) if origin is None else origin[start : start + _CHUNK].to(rows))
+        rows = rows - rows.mean(0)
         gram += (rows @ rows.T).cpu().numpy()
     return gram
 

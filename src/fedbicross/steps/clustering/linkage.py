@@ -16,29 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def agglomerate(distances: Matrix, k: int | None = None, threshold: float | None = None) -> Clustering:
-    """Average linkage on a distance matrix: to K clusters, or until no two are nearer than `threshold`."""
-    if (k is None) == (threshold is None):
-        raise ValueError("give exactly one of k and threshold")
-    warnings: tuple[str, ...] = ()
-    if k is not None:
-        k, warnings = feasible_k(k, distances)
+def agglomerate(distances: Matrix, k: int) -> Clustering:
+    """Average linkage on a distance matrix to K clusters."""
+    k, warnings = feasible_k(k, distances)
     if len(distances) == 1:
         return Clustering((0,), warnings)
-    model = AgglomerativeClustering(n_clusters=k, distance_threshold=threshold, metric="precomputed", linkage="average")
+    model = AgglomerativeClustering(n_clusters=k, metric="precomputed", linkage="average")
     return Clustering(canonical_labels(model.fit(distances).labels_), warnings)
 
 
-def hierarchical_updates(
-    weights: Sequence[Mapping[str, Tensor]],
-    initial: Mapping[str, Tensor] | None = None,
-    k: int | None = None,
-    threshold: float | None = None,
-) -> Clustering:
-    """Cluster the clients' updates by cosine distance: weights minus the shared `initial` ones, or minus their mean."""
-    vectors = flatten_weights([*weights, initial] if initial is not None else weights)
-    gram = centred_gram(vectors[: len(weights)], vectors[-1] if initial is not None else None)
-    return agglomerate(cosine_distances(gram), k, threshold)
+def hierarchical_updates(weights: Sequence[Mapping[str, Tensor]], k: int) -> Clustering:
+    """Cluster the clients' weights by cosine distance, each less the mean of all."""
+    return agglomerate(cosine_distances(centred_gram(flatten_weights(weights))), k)
 
 
 def cosine_distances(gram: Matrix) -> Matrix:

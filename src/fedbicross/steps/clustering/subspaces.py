@@ -5,7 +5,7 @@ Unlike everything else here it needs something computed from the images, and so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,31 +35,24 @@ def subspace_signature(images: Tensor, labels: Tensor, p: int = 3) -> Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def principal_angles(signatures: Sequence[Tensor], kind: Literal["subspace", "elementwise"] = "subspace") -> Matrix:
-    """The proximity matrix [N,N] in degrees.
+def principal_angles(signatures: Sequence[Tensor]) -> Matrix:
+    """The smallest principal angle between the spans of two signatures, in degrees [N,N].
 
-    ``subspace``: the smallest principal angle between the spans of two signatures, arccos of the largest singular value
-    of Q_iᵀ Q_j. ``elementwise``: as the authors' code, the smallest angle between any two columns; never smaller.
+    It is the arccos of the largest singular value of Q_iᵀ Q_j. The authors' code takes the smallest angle between any
+    two columns, which is never smaller.
     """
-    flat = [signature.double() for signature in signatures]
-    bases = [_basis(signature) for signature in flat] if kind == "subspace" else flat
+    bases = [_basis(signature.double()) for signature in signatures]
     angles = np.zeros((len(bases), len(bases)))
     for i in range(len(bases)):
         for j in range(i):
-            inner = bases[i].T @ bases[j]
-            nearest = torch.linalg.matrix_norm(inner, 2) if kind == "subspace" else inner.abs().max()
+            nearest = torch.linalg.matrix_norm(bases[i].T @ bases[j], 2)
             angles[i, j] = angles[j, i] = torch.rad2deg(torch.arccos(nearest.clamp(-1, 1))).item()
     return angles
 
 
-def pacfl(
-    signatures: Sequence[Tensor],
-    k: int | None = None,
-    threshold: float | None = None,
-    kind: Literal["subspace", "elementwise"] = "subspace",
-) -> Clustering:
-    """Average linkage on the angles: to K clusters, or until no two are nearer than `threshold` degrees."""
-    return agglomerate(principal_angles(signatures, kind), k, threshold)
+def pacfl(signatures: Sequence[Tensor], k: int) -> Clustering:
+    """Average linkage on the angles to K clusters."""
+    return agglomerate(principal_angles(signatures), k)
 
 
 def _basis(signature: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fedbicross.bundle import keys
 from fedbicross.errors import ConfigError
 
 CA, CERTIFICATE, SERVER_KEY = "ca.crt", "server.crt", "server.key"
+_SOON = 30  # days before the end of a certificate that is warned of
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> None:
@@ -26,7 +27,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> No
 
     The authority's private key is used once and forgotten, so that nobody can make a second server certificate.
     """
-    begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ a little
+    begin = _now() - datetime.timedelta(hours=1)  # clocks differ a little
     authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
 
     def named(text: str) -> x509.Name:
@@ -89,6 +90,28 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 825) -> No
     _write_private(folder / SERVER_KEY, server_key, openssh=False)
     write_atomic(folder / CERTIFICATE, _pem(server))
     write_atomic(folder / CA, _pem(authority))
+
+
+def check_dates(file: Path, say: Callable[[str], None], now: datetime.datetime | None = None) -> None:
+    """Refuse a certificate outside of its dates: every connection would fail, each with a riddle. Say if it is soon."""
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    except ValueError:
+        raise ConfigError("certificate", f"{file} is no certificate (PEM)") from None
+    now, begin, end = now or _now(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    renew = "`fedbicross flower certificates` into another folder makes new ones, whose ca.crt every site needs"
+    if now > end:
+        raise ConfigError("certificate_expired", f"{file} expired on {end:%Y-%m-%d}; {renew}")
+    if now < begin:
+        raise ConfigError(
+            "certificate_early", f"{file} is valid from {begin:%Y-%m-%d %H:%M} UTC on; is the clock right?"
+        )
+    if now > end - datetime.timedelta(days=_SOON):
+        say(f"warning: {file} expires on {end:%Y-%m-%d}; {renew}")
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def make_node_key(file: Path) -> None:

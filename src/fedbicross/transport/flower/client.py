@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -20,6 +21,7 @@ from fedbicross.atomic import write_atomic
 from fedbicross.disclosure.policy import Policy, load_policy
 from fedbicross.errors import FedBiCrossError, UploadError
 from fedbicross.messages import Client, file_name
+from fedbicross.privacy import ledger
 from fedbicross.settings import parse
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import envelope
@@ -74,9 +76,9 @@ def upload(site: Site, message: Message) -> Message:
     """The signed upload: trained once, afterwards read from the site's folder."""
     key, device, policy = site.settings.load_key(), site.settings.device, site.policy()
     client, held_out = site.images()
-    data = files.make_upload(
-        site.federation, client, key, site.work, site.log, device=device, policy=policy, held_out=held_out
-    )
+    book = Path(site.settings.work) / ledger.NAME
+    options: dict[str, Any] = {"device": device, "book": book, "policy": policy, "held_out": held_out}
+    data = files.make_upload(site.federation, client, key, site.work, site.log, **options)
     site.log.say(f"sending the upload, {len(data):,} bytes, SHA-256 {_digest(data)}")
     return Message(envelope.content({}, data), reply_to=message)
 

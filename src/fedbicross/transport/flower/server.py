@@ -25,6 +25,7 @@ from fedbicross.transport.flower.pending import PendingMessages
 from fedbicross.transport.flower.settings import LOG, SUMMARY, LogFile, Waiting, settings_of_superlink
 
 UPLOADS = "uploads"
+_REMIND = 3600.0  # seconds without an answer after which a question is asked again; doubles
 _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
     1: "app_not_loaded",
     2: "app_failed",
@@ -43,6 +44,7 @@ class Node:
     registered: str = ""  # the name that the operator gave the node's key, if any
     name: str | None = None  # of the federation's site; known by the signature on its upload
     failures: int = 0
+    unanswered: int = 0  # questions since the last answer
     ask_again: float = 0.0  # not before this moment
     busy: bool = False  # a question is under way
     delivered: bool = False
@@ -60,6 +62,7 @@ class Summary:
     undelivered: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # codes of what was refused, in order
     complete: bool = False
+    error: str = ""  # what ended the run before that
 
 
 class OneShot:
@@ -74,9 +77,10 @@ class OneShot:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        patience: float = 10.0,
     ) -> None:
         self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
-        self.clock, self.sleep = clock, sleep
+        self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
         self.outcome = Summary(federation.run, 0)
@@ -86,13 +90,22 @@ class OneShot:
         """Sites may come, go and come back at any time; nothing travels down before an upload came up."""
         count, quorum = len(self.federation.clients), self.federation.quorum
         self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {quorum}")
-        pending = PendingMessages(grid)
+        try:
+            self._round(PendingMessages(grid, self.say, self.patience))
+        except FedBiCrossError as error:
+            self.outcome.error = str(error)
+            self._end()
+            raise
+        self._end()
+
+    def _round(self, pending: PendingMessages) -> None:
         while True:
-            for question in [*self._ask_for_uploads(grid), *self._bring_replies()]:
+            for question in [*self._ask_for_uploads(pending), *self._bring_replies()]:
                 if pending.send(question):
-                    self.sites[question.metadata.dst_node_id].busy = True
+                    self._asked(self.sites[question.metadata.dst_node_id])
             for node, answer in pending.answers():
-                self.sites[node].busy = False
+                site = self.sites[node]
+                site.busy, site.unanswered = node in pending.waiting.values(), 0
                 self._take(node, answer)
             if not self.replies and self._time_to_fuse():
                 self._fuse()
@@ -100,13 +113,12 @@ class OneShot:
             if self.replies and self._time_to_end():
                 break
             self.sleep(self.limits.poll_seconds)
-        self._end()
 
     # --- questions -----------------------------------------------------------------------------------------
 
-    def _ask_for_uploads(self, grid: Grid) -> Iterable[Message]:
+    def _ask_for_uploads(self, pending: PendingMessages) -> Iterable[Message]:
         """Ask every node that is online for its upload; it is also how a node shows which site it is."""
-        for node in grid.get_nodes():
+        for node in pending.nodes():
             site = self.sites.setdefault(node.node_id, Node(node.name))
             if site.name is None and self._may_ask(site):
                 yield self._question(MessageType.TRAIN, node.node_id)
@@ -117,11 +129,18 @@ class OneShot:
             if site.name in self.replies and not site.delivered and self._may_ask(site):
                 yield self._question(MessageType.EVALUATE, node, self.replies[site.name])
 
+    def _asked(self, site: Node) -> None:
+        """A question can get lost in Flower, so it is asked again in the end: a site answers from what it has kept."""
+        site.busy, site.ask_again = True, self.clock() + _REMIND * 2**site.unanswered
+        site.unanswered += 1
+
     # --- answers -------------------------------------------------------------------------------------------
 
-    def _take(self, node: int, message: Message) -> None:
+    def _take(self, node: int, message: Message | None) -> None:
         """One answer; whatever is wrong with it concerns this node only."""
         try:
+            if message is None:
+                raise UploadError("unreadable", f"node {node} sent what is no message of Flower's")
             if message.has_error():
                 code = _NODE_ERRORS.get(message.error.code, "unknown")
                 raise UploadError(code, f"node {node} gave no answer ({code})")
@@ -131,6 +150,10 @@ class OneShot:
                 self._take_receipt(node, message)
         except (UploadError, MethodError) as error:
             self._failed(node, error)
+        except FedBiCrossError:
+            raise  # not of this node's making
+        except Exception as error:
+            self._failed(node, UploadError("unexpected", f"the answer of node {node} cannot be taken: {error!r}"))
 
     def _take_upload(self, node: int, message: Message) -> None:
         _check_note(node, message)
@@ -139,7 +162,7 @@ class OneShot:
         site = self.sites[node]
         if site.registered in self.federation.clients and site.registered != name:
             raise UploadError("wrong_node", f"the node registered for {site.registered!r} sent {name!r}'s upload")
-        if any(other.name == name for other in self.sites.values()):
+        if any(other.name == name for other in self.sites.values() if other is not site):
             raise UploadError("two_nodes", f"node {node} sent {name!r}'s upload, as another node did before")
         path = self.folder / UPLOADS / f"{file_name(name)}.safetensors"
         if not path.exists():
@@ -150,12 +173,14 @@ class OneShot:
             )
         elif path.read_bytes() != data:
             raise UploadError("two_uploads", f"{name!r} sent an upload before, and another one now; the first stays")
-        site.name, site.failures, site.ask_again = name, 0, 0.0
+        if site.name is None:  # else it was asked twice
+            site.name, site.failures, site.ask_again = name, 0, 0.0
 
     def _take_receipt(self, node: int, message: Message) -> None:
         site = self.sites[node]
         note = _check_note(node, message)
-        if site.name is None or note.get("sha256") != hashlib.sha256(self.replies[site.name]).hexdigest():
+        reply = self.replies.get(site.name or "")
+        if site.name is None or reply is None or note.get("sha256") != hashlib.sha256(reply).hexdigest():
             raise UploadError("receipt", f"node {node} confirms another reply than the one it was sent")
         site.delivered = True
         self.last_news = self.clock()
@@ -176,7 +201,7 @@ class OneShot:
     # --- when ----------------------------------------------------------------------------------------------
 
     def _may_ask(self, site: Node) -> bool:
-        return not site.busy and self.clock() >= site.ask_again
+        return self.clock() >= site.ask_again
 
     def _question(self, kind: str, node: int, bundle: bytes | None = None) -> Message:
         question = content({"run": self.federation.run}, bundle)
@@ -194,7 +219,6 @@ class OneShot:
         over = now - self.began >= self.limits.deadline_seconds
         if here < self.federation.quorum:
             if over:
-                self._end()
                 raise MethodError(
                     "quorum", f"{here} uploads came, {self.federation.quorum} are needed; {self._lacking()}"
                 )

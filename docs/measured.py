@@ -103,6 +103,8 @@ def membership(_: str, page: Path, root: Path) -> str:
                 interval(ratio["tpr_at_0.01"], 100, 1),
                 interval(ratio["tpr_at_0.001"], 100, 1),
                 interval(plain["auc"]),
+                interval(row["difference_without_membership"]),
+                f"{row['shadows_attacked']:.3f}",
                 "" if canaries is None else f"{canaries['epsilon']:.2f}",
             )
         )
@@ -115,7 +117,8 @@ def membership(_: str, page: Path, root: Path) -> str:
         f"torch {versions['torch']}. Made by "
         f"`python -m benchmarks.membership`; raw results: [`membership.json`]({link(file, page)})."
     )
-    shown = table((*titles, "AUC, confidence alone", "canaries: ε ≥"), rows, "lr" + "r" * 6)
+    titles = (*titles, "AUC, confidence alone", "control: AUC to networks that saw neither", "AUC on shadows")
+    shown = table((*titles, "canaries: ε ≥"), rows, "lr" + "r" * 8)
     return f"{shown}\n\n{made}"
 
 

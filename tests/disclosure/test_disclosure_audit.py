@@ -11,11 +11,13 @@ import torch
 
 from disclosure.subjects import BY_HEART, SMALL, context, people, upload_of
 from disclosure.test_disclosure_statement import KEY, body
+from fedbicross import pipeline
 from fedbicross.disclosure import audit as auditing
 from fedbicross.disclosure import shadows, statement
 from fedbicross.disclosure.audit import Findings, audit
 from fedbicross.disclosure.effort import Effort, effort
 from fedbicross.disclosure.policy import worst_advantage, worst_auc
+from fedbicross.engine.recipe import PrivateTraining
 from fedbicross.errors import ConfigError, DataError
 from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
@@ -94,6 +96,17 @@ def test_canaries_say_nothing_where_nothing_was_learnt() -> None:
     """Steps below the last bit. (Those of 1e-6 are found out: training without noise has no small ε.)"""
     found = audited("site", context(epochs=1, lr=1e-30))
     assert found.public["canaries"]["epsilon"] == 0
+
+
+def test_canaries_stay_below_what_private_training_claims() -> None:
+    """DP-SGD by the same hands, with labels that nothing but memory could know."""
+    pytest.importorskip("opacus")
+    for epsilon in (0.5, 2.0):
+        ctx = context(epochs=5, dp=PrivateTraining(epsilon=epsilon))
+        upload = pipeline.make_upload(METHOD, people()["site"], ctx, "site")
+        found = audit(METHOD, upload, people()["site"], people()["held out"], ctx, SMALL)
+        assert upload.privacy is not None
+        assert found.public["canaries"]["epsilon"] <= upload.privacy.epsilon <= epsilon
 
 
 @pytest.fixture

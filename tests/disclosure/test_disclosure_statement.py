@@ -156,6 +156,8 @@ def test_page_shows_values_and_nothing_that_runs() -> None:
     assert "Refused by the site" in page
     assert "<svg" in page
     assert "SATRE" in page
+    assert "none: nothing bounds" in page
+    assert "ε = 1, δ" in statement.render(body(privacy="ε = 1, δ = 1e-05"))
     assert "<script" not in page
     assert "<b>over" not in page
     assert "http" not in page

@@ -149,7 +149,7 @@ def test_a_reply_that_is_not_the_servers_is_refused(site: Site) -> None:
 
 
 def test_another_run_is_refused_before_anything_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_data, "load_site", lambda *args: pytest.fail("images were read"))
+    monkeypatch.setattr(site_data, "load_named", lambda *args: pytest.fail("images were read"))
     assert envelope.note_of(site.ask("train", run="another+0123"))["code"] == "other_run"
 
 
@@ -189,7 +189,7 @@ def test_of_a_bug_only_the_word_unexpected_leaves(site: Site, monkeypatch: pytes
     def broken(*args: object) -> None:
         raise ValueError("patient Smith, 3 May")
 
-    monkeypatch.setattr(site_data, "load_site", broken)
+    monkeypatch.setattr(site_data, "load_named", broken)
     answer = site.ask("train")
     assert envelope.note_of(answer) == {"code": "unexpected"}
     assert "patient Smith, 3 May" in site.log()

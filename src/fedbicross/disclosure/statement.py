@@ -80,6 +80,7 @@ def make(
     effort: Mapping[str, Any],
     policy: Mapping[str, Any] | None,
     counts: Sequence[int] | None,
+    privacy: str | None = None,
 ) -> dict[str, Any]:
     """What the statement says, before it is signed."""
     features = found["kind"] == "features"
@@ -98,6 +99,7 @@ def make(
         "run": run,
         "method": method,
         "leaves": leaves,
+        "privacy": privacy or "none: nothing bounds what it can give away",
         "others_receive": others_receive,
         "upload": {"sha256": hashlib.sha256(upload).hexdigest(), "bytes": len(upload)},
         "images": dict(images),

@@ -100,6 +100,7 @@ def audit_upload(
         effort=trying.model_dump(),
         policy=judged,
         counts=upload.class_counts,
+        privacy=None if upload.privacy is None else upload.privacy.words,
     )
     text, page = statement.sign(body, key)
     name = place(data)

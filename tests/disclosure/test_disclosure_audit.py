@@ -121,7 +121,7 @@ def test_reconstruction_measures_both_sides(batchnorm: Any) -> None:
     assert inverted["images"] == 8
     assert inverted["compared_with"] == 20
     assert 0 <= inverted["closest_training"] <= inverted["nearest_training"]
-    assert 0 <= inverted["closer_to_training"]["low"] <= inverted["closer_to_training"]["high"] <= 1
+    assert 0 <= inverted["closer_by_chance"][0] <= inverted["closer_by_chance"][1] <= 1
     assert found.pictures.startswith(b"\x89PNG")
 
 
@@ -136,12 +136,13 @@ def test_copies_of_training_images_are_seen() -> None:
     real = torch.from_numpy(subjects.images).permute(0, 3, 1, 2).float() / 255
     copies, _ = auditing.compare_with_inverted(real[:20], subjects, ctx)
     assert copies["closest_training"] == 0 < copies["closest_held_out"]
-    assert copies["closer_to_training"]["low"] > 0.8
+    assert copies["closer_to_training"] == 1 > copies["closer_by_chance"][1]
     others, _ = auditing.compare_with_inverted(real[-20:], subjects, ctx)  # half of the controls are compared with
     assert others["closest_held_out"] == 0 < others["closest_training"]
-    assert others["closer_to_training"]["value"] < 0.5
+    assert others["closer_to_training"] < 0.5
     blank, _ = auditing.compare_with_inverted(torch.full((20, 3, 8, 8), 0.5), subjects, ctx)
     assert blank["auc"]["low"] <= 0.5 <= blank["auc"]["high"]
+    assert blank["closer_by_chance"] == [0, 1]  # twenty equal images are no evidence
 
 
 def test_killed_anywhere_it_goes_on_to_the_same_end(batchnorm: Any) -> None:

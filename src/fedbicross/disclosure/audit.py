@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 MEMORISED = 0.01  # share of controls above the score from which a member counts as learnt by heart
 SHOWN = 8  # rows of the picture
+EXCHANGES = 500  # of the two groups, to see what chance does
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,9 @@ def compare_with_inverted(inverted: Tensor, subjects: Subjects, ctx: Context) ->
     rows = [np.sort(rng.permutation(side)[:count]) for side in inside]
     real = [torch.from_numpy(subjects.images[side]).permute(0, 3, 1, 2).float() / 255 for side in rows]
     near = [reconstruction.nearest(inverted, side) for side in real]
-    closer = int((near[0].distance < near[1].distance).sum())
+    # Inverted images resemble each other and may share one nearest image: chance is found by exchanging the groups.
+    apart, lots = reconstruction.distances(inverted, torch.cat(real)).numpy(), np.arange(2 * count)
+    chance = np.quantile([_closer(apart, rng.permutation(lots)) for _ in range(EXCHANGES)], [0.025, 0.975])
     back = [-reconstruction.nearest(side, inverted).distance.numpy() for side in real]  # higher: nearer
     groups = None if subjects.patients is None else (subjects.patients[rows[0]], subjects.patients[rows[1]])
     area = membership.auc_interval(back[0], back[1], ctx.rng("audit", "bootstrap", "inverted"), groups)
@@ -223,7 +226,8 @@ def compare_with_inverted(inverted: Tensor, subjects: Subjects, ctx: Context) ->
     found = {
         "images": len(inverted),
         "compared_with": count,
-        "closer_to_training": membership.binomial_interval(closer, len(inverted))._asdict(),
+        "closer_to_training": _closer(apart, lots),
+        "closer_by_chance": [float(chance[0]), float(chance[1])],
         "auc": area._asdict(),
         "nearest_training": float(near[0].distance.median()),
         "nearest_held_out": float(near[1].distance.median()),
@@ -231,6 +235,12 @@ def compare_with_inverted(inverted: Tensor, subjects: Subjects, ctx: Context) ->
         "closest_held_out": float(near[1].distance.min()),
     }
     return found, grid_png((shown * 255).round().byte().permute(0, 1, 3, 4, 2).numpy())
+
+
+def _closer(apart: np.ndarray, order: np.ndarray) -> float:
+    """Share of inverted images whose nearest image is in the first half of this order; distances [m, images]."""
+    halves = np.split(order, 2)
+    return float((apart[:, halves[0]].min(1) < apart[:, halves[1]].min(1)).mean())
 
 
 # --- features --------------------------------------------------------------------------------------------

@@ -223,8 +223,8 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         out += [
             (
                 f"inverted images nearer to a training image, of {inverted['images']}",
-                _percent(inverted["closer_to_training"]),
-                "50 %",
+                f"{inverted['closer_to_training']:.0%}",
+                f"{inverted['closer_by_chance'][0]:.0%} to {inverted['closer_by_chance'][1]:.0%}",
             ),
             ("training images nearer to an inverted one than held-out images, AUC", _interval(inverted["auc"]), "0.5"),
             (

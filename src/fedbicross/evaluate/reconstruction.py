@@ -86,11 +86,17 @@ class Nearest(NamedTuple):
 
 
 def nearest(images: Tensor, candidates: Tensor) -> Nearest:
-    """By the root of the mean squared difference of pixels, for images [n,C,H,W] and [m,C,H,W]."""
+    """By ``distances``."""
+    return Nearest(*distances(images, candidates).min(1))
+
+
+def distances(images: Tensor, candidates: Tensor) -> Tensor:
+    """The root of the mean squared difference of pixels [n,m], for images [n,C,H,W] and [m,C,H,W]."""
     values = images[0].numel() if len(images) else 1
     flat = images.flatten(1).double(), candidates.flatten(1).double()
     exact = "donot_use_mm_for_euclid_dist"  # by products of matrices equal images would lie apart
-    return Nearest(*(torch.cdist(*flat, compute_mode=exact) / values**0.5).min(1))
+    apart: Tensor = torch.cdist(*flat, compute_mode=exact) / values**0.5
+    return apart
 
 
 class Decoder(nn.Module):

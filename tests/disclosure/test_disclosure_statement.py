@@ -92,7 +92,7 @@ def changed(text: bytes, path: tuple[str, ...], value: Any) -> bytes:
         (("signature",), "00", "signature"),
         (("signature",), "0" * 128, "signature"),
         (("signature",), None, "signature"),
-        (("signer",), keys.public_text(OTHER), "signature"),
+        pytest.param(("signer",), keys.public_text(OTHER), "signature", id="another key"),  # drawn anew
         (("signer",), "ed25519:nobody", "unknown_key"),
         (("signer",), 5, "statement"),
         (("more",), 1, "statement"),

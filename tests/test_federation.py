@@ -217,3 +217,15 @@ def test_killed_while_it_copies_a_fusion_it_ends_with_the_same_files(fusions: li
         simulate(create("primum:student", TINY_METHODS), clients, sharing(store, "primum:student"))
         assert finished(store) == finished(whole), f"killed after {budget} files"
     assert "seed-0/primum-student" not in fusions
+
+
+def test_killed_after_its_last_reply_its_fusion_is_still_shared(fusions: list[str]) -> None:
+    clients, whole = tiny_clients(2), Mortal(10**6)
+    simulate(create("primum", TINY_METHODS), clients, sharing(whole, "primum"))
+    store = Mortal(whole.names.index("replies/seed-0/primum/client-1.safetensors") + 1)
+    with pytest.raises(Killed):
+        simulate(create("primum", TINY_METHODS), clients, sharing(store, "primum"))
+    store.budget = 10**6
+    for spec in ("primum", "primum:student"):
+        simulate(create(spec, TINY_METHODS), clients, sharing(store, spec))
+    assert set(fusions) == {"seed-0/primum"}

@@ -205,10 +205,13 @@ def _fuse(method: Method[Any], uploads: Sequence[Upload], folder: str, ctx: Cont
         seconds = time.perf_counter() - began
         packed = {id(reply): reply for reply in replies}  # clients often get the same reply: encode it once
         data = {key: reply.pack() for key, reply in packed.items()}
+        note, done = _fusion(method, uploads, folder, ctx), {"folder": folder, "seconds": seconds}
+        known = ctx.store.load(note)
+        # Before the replies, so that after a kill in between variants still find them.
+        if known is None or read_json(_Fusion, known, note).folder != folder:
+            ctx.store.save(note, canonical_json(done).encode())
         for path, reply in zip(paths, replies, strict=True):
             ctx.store.save(path, data[id(reply)])
-        done = {"folder": folder, "seconds": seconds}
-        ctx.store.save(_fusion(method, uploads, folder, ctx), canonical_json(done).encode())
     return _read_shared(ctx.store, paths, Reply.unpack)
 
 

@@ -1,5 +1,6 @@
 """A real deployment on loopback: SuperLink, three SuperNodes, TLS, node keys, no network. All by the commands that a
-person types. Three Flower runs: one cut off after the uploads, its repetition, and one with a dead site."""
+person types. Flower runs: one cut off after the uploads, its repetition, one with every fault at once that a member or
+a stranger can cause, and one with a dead site."""
 
 from __future__ import annotations
 
@@ -8,19 +9,43 @@ import json
 import os
 import shutil
 import signal
+import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import PushObjectRequest
+from flwr.proto.node_pb2 import Node as FlowerNode
+from flwr.supercore.inflatable.inflatable_object import (
+    add_header_to_object_body,
+    get_all_nested_objects,
+    get_object_tree,
+)
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from PIL import Image
 
 import fedbicross
@@ -33,6 +58,7 @@ from small import TINY_METHODS
 
 SITES = ("north", "south", "east")
 CLASSES = ("dark", "middle", "bright")
+QUOTA = 4  # megabytes: enough for every upload here
 CLI = [sys.executable, "-c", "from fedbicross.cli import main; main()"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -133,7 +159,8 @@ class Deployment:
             )
 
     def up(self) -> None:
-        self.begin("server", "flower", "up", "--key", "signing.key", "--port", str(self.port), "--device", "cpu")
+        words = ("--key", "signing.key", "--port", str(self.port), "--device", "cpu", "--node-megabytes", str(QUOTA))
+        self.begin("server", "flower", "up", *words)
         self.wait(lambda: self.ask("/health") == 200, "the SuperLink", 300)
 
     def join(self, name: str, *more: str, who: str | None = None) -> None:
@@ -312,6 +339,155 @@ def test_strangers_stay_outside(deployment: Deployment) -> None:
     ):
         assert deployment.ask(path, b"") == 404
     assert deployment.ask("/v1/fleet/pull-messages", b"") in (401, 403)
+
+
+# --- everything at once ------------------------------------------------------------------------------------------
+
+
+class Garbage(ConfigRecord):
+    """A record whose bytes no parser can read."""
+
+    def deflate(self) -> bytes:
+        return add_header_to_object_body(b"\xff" * 50, self)
+
+
+Garbage.__qualname__ = "ConfigRecord"  # what Flower writes before the bytes
+
+
+class HostileNode(threading.Thread):
+    """A node that was let in, and answers every question with ``record``."""
+
+    naming = threading.Lock()  # Flower knows one node in a process
+
+    def __init__(self, deployment: Deployment, name: str, record: ArrayRecord | ConfigRecord) -> None:
+        super().__init__(daemon=True)
+        deployment.cli("server", "flower", "node-key", "--out", f"{name}.key")
+        deployment.cli("server", "flower", "admit", f"{name}.key.pub", "--name", name)
+        self.record = record
+        self.private = load_ssh_private_key((deployment.root / f"server/{name}.key").read_bytes(), None)
+        assert isinstance(self.private, ec.EllipticCurvePrivateKey)
+        self.authority = (deployment.root / "server/certificates/ca.crt").read_bytes()
+        self.address, self.refused, self.ended = f"localhost:{deployment.port}", 0, threading.Event()
+
+    def run(self) -> None:
+        signed = NodeAuthHttpInterceptor(self.private, self.private.public_key())
+        version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+        with FleetHttpClient.from_server_address(self.address, False, self.authority, [version, signed]) as self.client:
+            node = self.ask("ActivateNode", public_key=public_key_to_bytes(self.private.public_key()))
+            self.node = FlowerNode(node_id=node.node_id)
+            while not self.ended.wait(1.0):
+                self.ask("SendNodeHeartbeat", node=self.node)
+                found = self.ask("PullMessages", node=self.node)
+                for message in found.messages_list if found is not None else ():
+                    self.answer(message_from_proto(message))
+
+    def ask(self, call: str, **fields: Any) -> Any:
+        """One call, again until the server is there."""
+        kind = {"ActivateNode": ActivateNodeRequest, "SendNodeHeartbeat": SendNodeHeartbeatRequest}
+        kind |= {
+            "PullMessages": PullMessagesRequest,
+            "PushMessages": PushMessagesRequest,
+            "PushObject": PushObjectRequest,
+        }
+        if call in ("ActivateNode", "SendNodeHeartbeat"):
+            fields["heartbeat_interval"] = 30.0
+        while not self.ended.is_set():
+            try:
+                return getattr(self.client, call)(kind[call](**fields))
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code == 413:
+                    self.refused += 1
+                    return None
+                time.sleep(1.0)
+            except httpx.TransportError:
+                time.sleep(1.0)
+        return None
+
+    def answer(self, question: Message) -> None:
+        with self.naming:
+            TaskIdentity._run_id, TaskIdentity._node_id = question.metadata.run_id, self.node.node_id
+            answer = Message(RecordDict({"note": self.record}), reply_to=question)
+            answer.metadata.__dict__["_message_id"] = answer.object_id
+            objects = get_all_nested_objects(answer)
+        pushed = self.ask(
+            "PushMessages",
+            node=self.node,
+            messages_list=[message_to_proto(remove_content_from_message(answer))],
+            message_object_trees=[get_object_tree(answer)],
+        )
+        for number in pushed.objects_to_push if pushed is not None else ():
+            content = objects[number].deflate()
+            more = {"run_id": question.metadata.run_id, "session_id": pushed.session_id}
+            self.ask("PushObject", node=self.node, object_id=number, object_content=content, **more)
+
+
+def crowd(deployment: Deployment, many: int, said: bytes) -> list[ssl.SSLSocket]:
+    """Strangers who connect, say half of something, and stay."""
+    trust = ssl.create_default_context(cafile=str(deployment.root / "server/certificates/ca.crt"))
+    lines = []
+    for _ in range(many):
+        plain = socket.create_connection(("localhost", deployment.port), timeout=60)
+        line = trust.wrap_socket(plain, server_hostname="localhost")
+        with contextlib.suppress(OSError):
+            line.sendall(said)
+        lines.append(line)
+    return lines
+
+
+def test_all_faults_at_once_and_every_honest_site_gets_its_reply(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locked database, nodes that send garbage or too much, strangers who never finish, a gate that is killed."""
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+    federation = deployment.agree("faulty")
+    much = {f"{number}": Array("uint8", (5 << 20,), "x", os.urandom(5 << 20)) for number in range(4)}
+    garbling = HostileNode(deployment, "west", Garbage({}))
+    greedy = HostileNode(deployment, "far", ArrayRecord(much))
+    for hostile in (garbling, greedy):
+        hostile.start()
+    log, home = deployment.root / "server/fedbicross-work/flower.log", deployment.root / "server/fedbicross-work"
+    half = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: localhost\r\n"
+    lines = crowd(deployment, 260, half)
+    words = ("flower", "run", "--json", "--deadline-hours", "0.1", "--grace-hours", "0.05")
+    with subprocess.Popen(
+        [*CLI, *words], cwd=deployment.root / "server", env=deployment.environment(), stdout=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            deployment.wait(lambda: log.exists() and f"run {federation.run}" in log.read_text(), "the run", 200)
+            base = sqlite3.connect(home / "flower-home/state.db", timeout=60, isolation_level=None)
+            base.execute("BEGIN IMMEDIATE")
+            lines += crowd(deployment, 40, half + b"Content-Length: 9000000\r\n\r\n" + bytes(8_000_000))
+            (gate,) = [pid for pid in descendants(deployment.processes["server"].pid) if "flower.gate" in command(pid)]
+            os.kill(gate, signal.SIGKILL)
+            deployment.wait(lambda: deployment.ask("/health") == 200, "the gate", 100)
+            time.sleep(12)  # Flower's calls wait for five seconds, and then fail
+            base.execute("ROLLBACK")
+            base.close()
+            out, _ = running.communicate(timeout=400)
+        finally:
+            running.kill()
+            for hostile in (garbling, greedy):
+                hostile.ended.set()
+            for line in lines:
+                line.close()
+    said = deployment.said("server") + log.read_text()[-6000:]
+    assert running.returncode == 0, said
+    summary = json.loads(out)
+    assert summary["delivered"] == dict.fromkeys(SITES, "model_made"), said
+    assert over_flower(deployment, "faulty", SITES) == by_hand(deployment, federation, SITES, tmp_path)
+    everything = (deployment.root / "server.log").read_text(errors="replace")
+    assert "the gate ended by signal 9; it is started again" in everything
+    assert "unreadable" in summary["refused"], said
+    assert greedy.refused > 0 and "--node-megabytes" in log.read_text()
+    size = sum(file.stat().st_size for file in (home / "flower-home").glob("state.db*"))
+    assert size < 30 << 20, f"{size:,} bytes in Flower's database"
+    for hostile in (garbling, greedy):
+        hostile.join(60)
+
+
+def command(pid: int) -> str:
+    return subprocess.run(["ps", "-o", "args=", "-p", str(pid)], capture_output=True, text=True).stdout
 
 
 def test_a_dead_site_is_named_and_the_quorum_goes_on(deployment: Deployment, tmp_path: Path) -> None:

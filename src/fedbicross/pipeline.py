@@ -28,7 +28,8 @@ def make_upload(method: Method[Any], client: Client, ctx: Context, name: str, pr
     """At the client: what leaves. ``previous`` is the reply of the round before, if any."""
     check_private_training(method, ctx.training, method.name)
     with ctx.measured("upload", name):
-        return parts.private.of_training(method, method.upload(client, ctx, previous), client, ctx)
+        upload = method.upload(client, ctx, previous)
+        return parts.private.of_training(upload, client, ctx) if method.sends_only_the_network else upload
 
 
 def check_upload(method: Method[Any], upload: Upload, task: Task) -> None:

@@ -88,8 +88,8 @@ def test_only_one_whole_training_is_accounted_for() -> None:
     ctx, client = context(), tiny_clients(1)[0]
     state = ctx.openly.local_model(client).state
     for again in (
-        lambda: ctx.retrain(client, state, visit="shot-2"),
-        lambda: ctx.train_further(client, None, epochs=1, first_epoch=0, total_epochs=2),
+        lambda: ctx.models.retrain(client, state, visit="shot-2"),
+        lambda: ctx.models.train_further(client, None, epochs=1, first_epoch=0, total_epochs=2),
     ):
         with pytest.raises(MethodError) as error:
             again()

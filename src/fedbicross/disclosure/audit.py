@@ -8,7 +8,7 @@ recipe admit at least (`evaluate.one_run`)? Do images inverted from it come near
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,4 +252,4 @@ def _tokens(method: SyntheticFeatures, upload: Upload, client: Client, controls:
     features = tokens.as_sent(method, ctx.features(controls, method.views(ctx.task.image_size)))
     attack = tokens.train_attacker(controls.images, features, settings, ctx)
     found, pictures = tokens.measure(method, client, upload, attack, settings, ctx)
-    return Findings({"kind": "features", "features": found, "settings": vars(settings)}, [], pictures)
+    return Findings({"kind": "features", "features": found, "settings": asdict(settings)}, [], pictures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from fedbicross.parts.settings import PooledConfig
 from fedbicross.privacy.gaussian import noise_for
 from fedbicross.privacy.noise import Noise
 from fedbicross.privacy.statement import Release, Statement
-
-if TYPE_CHECKING:
-    from fedbicross.methods.base import Method
 
 TOLD_FROM_NOISE = 3.0  # standard deviations of its noise that a count needs to be believed
 
@@ -86,10 +83,10 @@ def as_counts(noisy: Tensor) -> list[int]:
     return [max(round(float(value)), 0) for value in noisy]
 
 
-def of_training(method: Method[Any], upload: Upload, client: Client, ctx: Context) -> Upload:
+def of_training(upload: Upload, client: Client, ctx: Context) -> Upload:
     """An upload that holds a network of private training: its numbers of images behind noise, and the statement."""
     settings = ctx.training.dp
-    if settings is None or not method.sends_only_the_network:
+    if settings is None:
         return upload
     images = len(client.labels) - len(ctx.validation_rows(client))
     releases, beside = [training_release(ctx.training, images)], counts_release(settings)

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import hashlib
 import os
-import resource
 import socket
 import ssl
 from collections.abc import Callable
@@ -32,6 +31,11 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedbicross.transport.flower.settings import LogFile
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 CALLS = frozenset(  # registering is not among them: that is the operator's word
     (
@@ -321,8 +325,9 @@ def main() -> None:
     words.add_argument("--listener", type=int, required=True, help="number of the open socket that was handed down")
     words.add_argument("--node-bytes", type=int, required=True)
     given = words.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # who has not even begun TLS takes a file too
+    if resource is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # who has not even begun TLS takes a file too
     files = (Path(given.authority), Path(given.certificate), Path(given.key))
     limits = Limits(node_bytes=given.node_bytes)
     with socket.socket(fileno=given.listener) as listener:

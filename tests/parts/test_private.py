@@ -54,17 +54,15 @@ def test_a_private_network_says_what_it_cost(spec: str) -> None:
 
 def test_numbers_of_images_leave_with_noise() -> None:
     pytest.importorskip("opacus")
-    client, method = tiny_clients(1)[0], create("ensemble:class_weighted")
+    client = tiny_clients(1)[0]
     sent = Upload("client-0", context().task, class_counts=[1000, 2000, 0], num_samples=3000)
-    found = [
-        private.of_training(method, sent, client, replace(context(), seed=seed)).class_counts for seed in range(300)
-    ]
+    found = [private.of_training(sent, client, replace(context(), seed=seed)).class_counts for seed in range(300)]
     spread = np.array(found)[:, :2].std(0)
     assert np.all(np.abs(spread / counts_release(DP).noise_multiplier - 1) < 0.3)
     assert np.abs(np.array(found)[:, :2].mean(0) - [1000, 2000]).max() < 6 * spread.max() / 300**0.5
-    one = private.of_training(method, sent, client, context())
+    one = private.of_training(sent, client, context())
     assert one.num_samples == sum(one.class_counts or []) and min(one.class_counts or []) >= 0
-    alone = private.of_training(method, replace(sent, class_counts=None, num_samples=1), client, context())
+    alone = private.of_training(replace(sent, class_counts=None, num_samples=1), client, context())
     assert alone.num_samples is not None and alone.num_samples >= 1
 
 

@@ -221,6 +221,7 @@ def test_a_killed_bench_goes_on_to_the_same_rows(
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
 
 
+@pytest.mark.slow
 def test_a_bench_killed_by_the_system(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
     cells, out = plain
     with _process(tmp_path) as process:

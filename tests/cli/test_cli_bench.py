@@ -17,6 +17,7 @@ def test_list() -> None:
     assert "Smoke test" in call("bench", "list").out
 
 
+@pytest.mark.slow
 def test_from_the_first_cell_to_the_page(tmp_path: Path) -> None:
     out, page = tmp_path / "bench", tmp_path / "page.html"
     words = ("smoke", "--out", out, "--data-dir", tmp_path)

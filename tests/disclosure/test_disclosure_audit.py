@@ -98,6 +98,7 @@ def test_canaries_say_nothing_where_nothing_was_learnt() -> None:
     assert found.public["canaries"]["epsilon"] == 0
 
 
+@pytest.mark.slow
 def test_canaries_stay_below_what_private_training_claims() -> None:
     """DP-SGD by the same hands, with labels that nothing but memory could know."""
     pytest.importorskip("opacus")
@@ -145,6 +146,7 @@ def test_copies_of_training_images_are_seen() -> None:
     assert blank["closer_by_chance"] == [0, 1]  # twenty equal images are no evidence
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_end(batchnorm: Any) -> None:
     trying = replace_effort(images=20, epochs=1)
     whole = audited("site", replace(batchnorm, store=Mortal(10**6)), trying)

@@ -137,6 +137,7 @@ class Repeated:
 RECIPE = Training(recipe="modern", epochs=4, batch_size=8, dp=PrivateTraining(epsilon=2.0))
 
 
+@pytest.mark.slow
 def test_the_budget_is_kept_and_used() -> None:
     for images in (20, 57, 200):
         made = training_release(RECIPE, images)

@@ -254,6 +254,7 @@ def memory_of(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.slow
 def test_unfinished_heads_keep_nobody_out(opened: Open) -> None:
     """260 callers who never come to the point: others are served at once, and each of them is hung up on in the end."""
     rude = [opened.knock(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: ") for _ in range(260)]

@@ -112,6 +112,7 @@ def test_agreements_that_cannot_be_kept(
     assert error.value.code == code
 
 
+@pytest.mark.slow
 def test_private_networks_from_site_to_model(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     sites = make_sites("fedavg", model="resnet8_gn", training=DP)

@@ -10,7 +10,8 @@ rule is made on one half and counted on the other: answers lost among its own im
 right), and the accuracy on all clients' validation images.
 
 `cells`, on test images: every way of training alone, the student, and primum with the gate as it is now. What FILE
-holds of cells without logits in the folder stays, as an earlier gate left it.
+holds of cells without logits in the folder stays, as an earlier gate left it. With `--cells-only` the first two tables
+stay too: for a folder without the Blood cells that they are made of.
 """
 
 from __future__ import annotations
@@ -182,14 +183,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gates", description=__doc__)
     parser.add_argument("logits", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "primum" / "gates.json")
+    parser.add_argument("--cells-only", action="store_true")
     given = parser.parse_args()
     cells = {file.stem: Cell(file) for file in sorted(given.logits.glob("*.npz"))}
     blood = {name: cell for name, cell in cells.items() if name.startswith("bloodmnist")}
-    before = json.loads(given.out.read_text(encoding="utf-8"))["cells"] if given.out.exists() else []
-    kept = [entry for entry in before if entry["cell"] not in cells]
+    before = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"cells": []}
+    kept = [entry for entry in before["cells"] if entry["cell"] not in cells]
     stored: dict[str, Any] = {
-        "levels": levels(blood),
-        "margins": margins(blood),
+        "levels": before["levels"] if given.cells_only else levels(blood),
+        "margins": before["margins"] if given.cells_only else margins(blood),
         "margin": gate.MARGIN,
         "cells": sorted([*kept, *(score(name, cell) for name, cell in cells.items())], key=lambda entry: entry["cell"]),
         "versions": versions("cpu"),

@@ -1,7 +1,8 @@
 """primum beside training alone and its own teacher: `python -m benchmarks.primum CELL ... --data-dir DIR [--out DIR]`.
 
 A cell is `data/partition/clients/seed`, e.g. `bloodmnist/0.1/5/0` or `dermamnist/iid/5/2`; the partition is `iid` or
-the concentration of a Dirichlet partition. Every cell becomes one JSON file, a `results.json` without training curves;
+the concentration of a Dirichlet partition. Data that is not known by name is a folder of images in DIR whose name ends
+in their size, such as `kermany_cxr_224`. Every cell becomes one JSON file, a `results.json` without training curves;
 one that exists is not made again. `--minutes` stops before a cell that would begin later than that. With `--logits DIR`
 the answers of every network to every image are kept too, so that gates can be tried without a GPU
 (`benchmarks/gates.py`). Settings were chosen on validation images of Blood alone; see docs/methods/primum.md.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from fedbicross.context import Context, Task
+from fedbicross.data import DATASETS
 from fedbicross.engine import fast
 from fedbicross.engine.device import to_device
 from fedbicross.engine.predict import load_model, member_logits
@@ -43,19 +45,22 @@ class Quiet(PlainProgress):
         return lambda done, note: None
 
 
-def config_of(cell: str, data_dir: Path, methods: list[str], assignments: list[str]) -> Any:
+def config_of(cell: str, data_dir: Path, methods: list[str], baselines: list[str], assignments: list[str]) -> Any:
     """The configuration of a cell."""
     data, partition, clients, seed = cell.split("/")
+    source: dict[str, Any] = {"name": data, "dir": str(data_dir)}
+    if data not in DATASETS:
+        source = {"name": str(data_dir / data), "image_size": int(data.rsplit("_", 1)[1])}
     kind = {"kind": "iid"} if partition == "iid" else {"kind": "dirichlet", "alpha": float(partition)}
     flags = {
         "name": cell.replace("/", "-"),
-        "data": {"name": data, "dir": str(data_dir)},
+        "data": source,
         "model": "resnet18",
         "clients": int(clients),
         "partition": kind,
         "training": {"recipe": "modern", "epochs": 60},
         "methods": methods,
-        "baselines": BASELINES,
+        "baselines": baselines,
         "seeds": [int(seed)],
     }
     return load_config(None, flags, assignments)
@@ -106,6 +111,7 @@ def main() -> None:
     parser.add_argument("cells", nargs="+")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--baselines", nargs="+", default=BASELINES)
     parser.add_argument("--set", dest="assignments", action="append", default=[])
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--logits", type=Path)
@@ -122,14 +128,14 @@ def main() -> None:
             print(f"no time left for {cell}")
             break
         start = time.monotonic()
-        config = config_of(cell, given.data_dir, given.methods, given.assignments)
+        config = config_of(cell, given.data_dir, given.methods, given.baselines, given.assignments)
         with tempfile.TemporaryDirectory() as folder:
             results = runner.run(config, Path(folder) / "run", progress=Quiet())
             if given.logits:
                 given.logits.mkdir(parents=True, exist_ok=True)
                 keep_logits(config, Path(folder) / "run", given.logits / f"{file.stem}.npz")
         results = {**results, "training": {}}
-        results["config"]["data"]["dir"] = None  # where the data lay is nobody's business
+        results["config"]["data"].update(name=cell.split("/")[0], dir=None)  # where the data lay is nobody's business
         file.write_text(json.dumps(results, separators=(",", ":"), sort_keys=True) + "\n", encoding="utf-8")
         print(f"{cell}: {time.monotonic() - start:.0f} s", flush=True)
         for row in results["rows"]:

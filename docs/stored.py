@@ -139,7 +139,9 @@ def _run(name: str, found: Mapping[str, Any], described: Mapping[str, tuple[Path
         return "which step was done when", "written along with `results.json` beside it"
     if cell := CELL.fullmatch(name):
         what, note = _what(found["config"]), found.get("note")
-        command = f"`python -m benchmarks.primum {'/'.join(cell.groups())} --data-dir DIR`"
+        settings = [f"{key}={value}" for key, value in _flat({"method": found["config"]["method"]}).items()]
+        words = ["python -m benchmarks.primum", "/".join(cell.groups()), "--data-dir DIR"]
+        command = f"`{' '.join([*words, *(f'--set {setting}' for setting in settings)])}`"
         return f"{what}. {note}" if note else what, command
     case, settings = ALSO.get(run, (run, []))
     file, config = described[case]  # an unknown name is an error: nothing is stored without saying how it was made

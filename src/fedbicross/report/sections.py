@@ -35,7 +35,7 @@ from fedbicross.report.verdict import Verdict, row_verdict
 
 METRICS = {
     "accuracy": "accuracy %",
-    "accuracy_weighted": "accuracy %, clients weighted by test images",
+    "accuracy_weighted": "accuracy %, clients weighted by training images",
     "balanced_accuracy": "balanced accuracy %",
     "macro_auc": "macro AUC %",
     "macro_f1": "macro F1 %",

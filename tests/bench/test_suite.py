@@ -169,7 +169,7 @@ def test_what_a_suite_refuses(values: dict[str, Any], words: str) -> None:
 
 
 def test_which_suite(tmp_path: Path) -> None:
-    assert set(suite.builtin()) == {"ours", "smoke", *PAPERS}
+    assert set(suite.builtin()) == {"ours", "primum", "smoke", *PAPERS}
     for name, code in (("our", "unknown_suite"), ("a b.toml", "suite_name"), ("ours.toml", "suite_name")):
         with pytest.raises(ConfigError) as error:
             suite.load(tmp_path / name if name.endswith(".toml") else name)

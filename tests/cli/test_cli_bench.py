@@ -12,7 +12,7 @@ from cli.console import call
 
 def test_list() -> None:
     found = call("bench", "list", "--json").json()
-    assert set(found) == {"ours", "fedbicross", "fedisca", "e_fedisca", "falcon", "smoke"}
+    assert set(found) == {"ours", "primum", "fedbicross", "fedisca", "e_fedisca", "falcon", "smoke"}
     assert found["smoke"]["cells"] == 37 and found["fedbicross"]["published"] == 3 * 13 * 16
     assert "Smoke test" in call("bench", "list").out
 

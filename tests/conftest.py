@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedbicross.freed_memory import keep_freed_memory
 from fedbicross.waiting import wait_briefly
 
 wait_briefly()  # before torch
+keep_freed_memory()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

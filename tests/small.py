@@ -60,9 +60,19 @@ TINY_METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+def later(*cases: Any) -> list[Any]:
+    """Cases for `make test` only, beside others of the same test that `make check` runs too."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
 def first_in_check(cases: list[Any]) -> list[Any]:
     """Every case in `make test`, only the first one in `make check`."""
-    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+    return [cases[0], *later(*cases[1:])]
+
+
+def variants_later(specs: list[str]) -> list[Any]:
+    """Methods and their variants in `make test`, only the methods in `make check`."""
+    return [case for spec in specs for case in (later(spec) if ":" in spec else [spec])]
 
 
 def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: int = 12, seed: int = 0) -> list[Client]:

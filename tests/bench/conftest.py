@@ -14,3 +14,11 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcome = work.run(suite.expand(*suite.load("smoke")), out, out)
     assert len(outcome.made) == 33 and len(outcome.unavailable) == 4 and not outcome.failed
     return out
+
+
+@pytest.hookimpl(tryfirst=True)  # before any are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever needs the suite waits seconds for it."""
+    for item in items:
+        if "smoke" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)

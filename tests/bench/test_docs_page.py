@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
@@ -32,6 +34,7 @@ def made(root: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_block_and_the_page_of_stored_cells(smoke: Path, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     assert made(tmp_path).startswith("No cells are stored yet") and not (tmp_path / "docs" / "table.html").exists()

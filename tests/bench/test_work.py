@@ -22,6 +22,7 @@ from fedbicross.errors import DataError, MethodError, RunError
 from fedbicross.methods.fedisca import FedISCA
 from fedbicross.runs import runner
 from fedbicross.runs.store import RunFolder
+from small import first_in_check
 
 MORE: dict[str, Any] = {"alone": ["local_only", "local_only:balanced", "local_only:both"]}
 
@@ -168,6 +169,7 @@ def test_stored_errors_name_no_place_of_the_machine(tmp_path: Path) -> None:
     assert stored.without_places("loss is nan/inf, see docs/x.md") == "loss is nan/inf, see docs/x.md"
 
 
+@pytest.mark.slow
 def test_variants_share_the_work_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they differ at the client only; and each can be made by itself."""
     specs = ["primum", "fedisca", "primum:student", "fedisca:personal", "fedisca:ema"]
@@ -207,7 +209,7 @@ class Mortal(Silent):
         return update
 
 
-@pytest.mark.parametrize("steps", [1, 5, 9, 12])
+@pytest.mark.parametrize("steps", first_in_check([5, 1, 9, 12]))
 def test_a_killed_bench_goes_on_to_the_same_rows(
     plain: tuple[list[Cell], Path], tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

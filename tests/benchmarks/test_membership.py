@@ -3,6 +3,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import numpy as np
+import pytest
 from benchmarks.membership import pairs, rows_of
 
 from fedbicross.data.cells import load_cells
@@ -10,6 +11,7 @@ from fedbicross.disclosure.shadows import Shadows
 from small import TINY_METHODS
 
 
+@pytest.mark.slow
 def test_rows_of_all_four_models() -> None:
     data = load_cells(8, 0, 120, 60)
     given = Namespace(sites=2, images=40, controls=30, epochs=1, shadows=4, model="resnet8", settings=TINY_METHODS)

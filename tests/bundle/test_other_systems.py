@@ -42,6 +42,7 @@ def test_nothing_is_imported_or_called_that_only_unix_has() -> None:
                 assert used not in UNIX_CALLS or asked, (file, used)
 
 
+@pytest.mark.slow
 def test_everything_imports_where_those_modules_are_missing() -> None:
     hidden = [name for name in UNIX_MODULES if name != "posix"]  # Python itself needs it here
     code = (

@@ -67,6 +67,7 @@ def test_two_workers_and_the_way_home(tmp_path: Path) -> None:
     assert table[0] == table[1] != "No cells are stored.\n"
 
 
+@pytest.mark.slow
 def test_stale_cells_are_shown(tmp_path: Path) -> None:
     words = ("smoke", "--out", tmp_path, "--cells", "clients=3,method=fedavg")
     call("bench", "run", *words)

@@ -701,6 +701,7 @@ def test_a_reply_for_somebody_else_makes_no_model(finished: Path, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_verb_run_twice_says_that_it_is_done(hospitals: Path) -> None:
     """As after a kill between the last write and the last line."""
     finish(hospitals)

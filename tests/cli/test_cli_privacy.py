@@ -26,6 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_site_sees_what_it_gave_away(finished: Path) -> None:
     with chdir(finished / "north"):
         shown = ok("client", "privacy").out

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.console import CONFIG, artefacts, call, config_file, console, results, snapshot, timeless, write_npz
+from small import later
 
 FILES = ("config.toml", "partition.json", "events.jsonl", "results.json", "report.html", "tables/results.md")
 
@@ -68,6 +69,7 @@ def test_flags_override_the_file_and_set_overrides_flags(tmp_path: Path) -> None
     assert tomllib.loads((tmp_path / "mine" / "config.toml").read_text())["clients"] == 2
 
 
+@pytest.mark.slow
 def test_architectures_of_clients_and_rounds_from_the_command_line(tmp_path: Path) -> None:
     args = ["run", config_file(tmp_path), "--methods", "ensemble", "--client-models", " vgg8_bn, resnet8 "]
     found = call(*args, "--out", tmp_path / "mixed", "--json").json()
@@ -87,6 +89,7 @@ def test_baselines_stand_beside_every_method_unless_refused(tmp_path: Path) -> N
     assert both["rows"][-1]["accuracy"] == alone["rows"][0]["accuracy"]
 
 
+@pytest.mark.slow
 def test_several_seeds_give_a_row_each_and_a_spread(tmp_path: Path) -> None:
     outcome = call("run", config_file(tmp_path), "--seed", "0", "--seed", "7", "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
@@ -253,7 +256,7 @@ def test_demo_writes_a_report_and_replaces_an_earlier_demo(tmp_path: Path, monke
     assert not (out / "stale.txt").exists()
 
 
-@pytest.mark.parametrize("answer", ["y", "n", None])
+@pytest.mark.parametrize("answer", ["n", *later("y", None)])
 def test_a_stopped_demo_offers_to_go_on(answer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedbicross.cli import demo
 

@@ -226,6 +226,7 @@ def test_missing(tmp_path):
         doctor.check(tmp_path / "no" / "folder")
 
 
+@pytest.mark.slow
 def test_known_sets_and_json():
     found = doctor.check("cells")
     assert found.layout == "arrays" and not found.refused()

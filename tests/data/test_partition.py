@@ -49,7 +49,7 @@ def test_coverage_determinism_and_names(kind, patients):
     assert all(len(indices) for indices in one.train_indices)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32), st.sampled_from(DRAWN), st.integers(1, 12), st.booleans(), st.floats(0.005, 50))
 def test_random_manifests(seed, kind, count, with_patients, alpha):
     """Coverage, no shared patient, nobody empty, and test images only where the class is trained on."""

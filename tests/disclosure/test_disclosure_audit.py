@@ -44,6 +44,7 @@ def stranger() -> Findings:
     return audited("strangers", context(epochs=3, lr=0.01))
 
 
+@pytest.mark.slow
 def test_finds_a_network_trained_by_heart(by_heart: Findings) -> None:
     found = by_heart.public["membership"]["likelihood_ratio"]
     assert found["tpr_at_0.01"]["value"] >= 0.2

@@ -47,6 +47,7 @@ def test_generated_blocks_are_fresh() -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
 def test_a_stale_block_is_noticed_and_an_unknown_one_refused() -> None:
     code = (
         "from docs import build; page = build.ROOT / 'README.md'\n"

@@ -257,7 +257,7 @@ def test_statistics_for_the_adapted_teacher_are_measured_in_bf16_too() -> None:
     ],
 )
 def test_what_a_method_compiles_at_the_papers_settings(spec: str, expected: set[str]) -> None:
-    ctx, clients = replace(tiny_context(), fast=True), tiny_clients(5)
+    ctx, clients = replace(tiny_context(size=8, epochs=1), fast=True), tiny_clients(5, per_client=4, size=8)
     method: Any = create(spec)
     uploads = [method.upload(client, ctx) for client in clients]
     assert load_teacher(method.config, spec, uploads, ctx).ensemble.compile == expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from fedbicross.privacy.accountant import spent
 from fedbicross.privacy.noise import Stream
 from fedbicross.settings import parse
 
-pytest.importorskip("opacus")
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs the extra `dp`")  # slow to import
 
 
 def network(name: str = "resnet8_gn", size: int = 8) -> nn.Module:

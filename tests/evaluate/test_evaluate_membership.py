@@ -135,6 +135,7 @@ def test_auc_counts_pairs(members: list[int], controls: list[int]) -> None:
     assert found == pytest.approx(wins / (len(members) * len(controls)))
 
 
+@pytest.mark.slow
 def test_interval_of_the_auc_covers_what_it_should() -> None:
     """In 100 draws of nothing learnt, about 95 % of the intervals hold 0.5."""
     rng = np.random.default_rng(3)

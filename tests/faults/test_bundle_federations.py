@@ -19,7 +19,7 @@ from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Reply, Upload, file_name
 from fedbicross.methods import METHODS, create
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
 FEDERATED = [name for name in METHODS if not METHODS[name].pools_data]
 NETWORKS = [name for name in FEDERATED if "weights" in create(name).needs and create(name).uses_local_models]
@@ -92,7 +92,7 @@ def test_all_networks_the_same(name: str) -> None:
     answers(create(name, SHORT), networks(4, alike=True))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", first_in_check(NETWORKS))
 def test_two_the_same_among_five(name: str) -> None:
     uploads = networks(5)
     uploads[3] = replace(uploads[1], client=uploads[3].client)
@@ -136,7 +136,7 @@ def test_strange_names_travel_unchanged_and_make_no_strange_files() -> None:
 # --- 26: some are missing -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", first_in_check(NETWORKS))
 def test_four_of_six(name: str) -> None:
     """A fusion of four knows nothing of the other two: the same replies as in a federation of four."""
     four = [upload for index, upload in enumerate(networks(6)) if index not in (1, 4)]

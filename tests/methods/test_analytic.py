@@ -238,6 +238,7 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
     assert method.upload(client, secret).pack() != method.upload(client, secret).pack()
 
 
+@pytest.mark.slow
 def test_much_privacy_budget_is_almost_no_noise() -> None:
     ctx, whole = tiny_context(), everyone(600)
     table = private(epsilon=100.0)

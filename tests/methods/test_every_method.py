@@ -16,7 +16,7 @@ from fedbicross.errors import MethodError
 from fedbicross.federation import records, simulate
 from fedbicross.messages import Client, Upload
 from fedbicross.methods import METHODS, create, method_names
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, tiny_clients, tiny_context, variants_later
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def test_every_setting_says_what_it_is(name: str) -> None:
     assert set(METHODS[name].variant_notes) == set(METHODS[name].variants)
 
 
-@pytest.mark.parametrize("spec", method_names())
+@pytest.mark.parametrize("spec", variants_later(method_names()))
 def test_its_own_uploads_pass_the_door_of_the_server(spec: str, shared: Context) -> None:
     method = create(spec, TINY_METHODS)
     if method.pools_data:
@@ -102,9 +102,7 @@ SHORTEST = {
 }
 
 
-@pytest.mark.parametrize(
-    "spec", [name if name in METHODS else pytest.param(name, marks=pytest.mark.slow) for name in method_names()]
-)
+@pytest.mark.parametrize("spec", variants_later(method_names()))
 def test_every_variant_runs_and_answers(spec: str, shared: Context) -> None:
     clients = tiny_clients(3)
     ctx = replace(shared, scope=f"seed-0/{spec.replace(':', '-')}")
@@ -141,7 +139,7 @@ def test_clients_of_different_architectures_are_refused_before_any_work(spec: st
 # Variants differ in nothing that depends on an architecture.
 @pytest.mark.parametrize("spec", [name for name in METHODS if name not in NEED_ONE])
 def test_clients_of_different_architectures_take_part(spec: str, shared: Context) -> None:
-    clients, method = tiny_clients(3), create(spec, TINY_METHODS)
+    clients, method = tiny_clients(3), create(spec, SHORTEST)
     ctx = replace(shared, scope=f"seed-0/mixed-{spec}", client_models=ARCHITECTURES)
     for predictor in simulate(method, clients, ctx).values():
         answers = predictor.probabilities(clients[0].images)
@@ -189,7 +187,7 @@ def _numbers(tensors: object) -> set[bytes]:
 @pytest.mark.parametrize("name", METHODS)
 def test_what_other_sites_receive_is_what_it_says(name: str, shared: Context) -> None:
     """Whoever says that uploads are not handed on hands none on; and the ensemble does."""
-    method = create(name, TINY_METHODS)
+    method = create(name, SHORTEST)
     if method.pools_data:
         return
     clients = tiny_clients(3)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedbicross.errors import ConfigError
@@ -49,6 +48,8 @@ def test_tensorboard(make_results: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflow(make_results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient  # seconds
+
     monkeypatch.chdir(tmp_path)  # where MLflow puts pages by default
     (tmp_path / "report.html").write_text("the page")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -65,6 +66,7 @@ def test_mlflow(make_results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert MlflowClient(uri).get_run(again).info.experiment_id == run.info.experiment_id
 
 
+@pytest.mark.slow
 def test_where_mlflow_cannot_log(make_results: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MLflow cannot log there") as caught:
         track.to_mlflow(make_results(), f"{tmp_path.as_uri()}/store")  # it no longer takes folders

@@ -51,6 +51,7 @@ def results(run: Path) -> dict:
     return audit(run, settings=FAST)
 
 
+@pytest.mark.slow
 def test_what_is_measured_and_where_it_lies(run: Path, results: dict) -> None:
     stored = json.loads((run / "audit.json").read_text())
     assert stored == json.loads(json.dumps(results))

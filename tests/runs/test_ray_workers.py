@@ -72,6 +72,7 @@ def test_ray_gives_the_same_files(plain: tuple[RunConfig, Path, dict[str, Any]],
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_networks_are_trained_once_for_all_methods(plain: tuple[RunConfig, Path, dict[str, Any]]) -> None:
     first, then = ray_workers.jobs(plain[0], Path("parts"))
     assert [job.config.methods for job in first] == [["local_only", "local_only:balanced"]] * 2
@@ -82,6 +83,7 @@ def test_networks_are_trained_once_for_all_methods(plain: tuple[RunConfig, Path,
     assert [job.config.seeds for job in first] == [[0], [3]] and not then
 
 
+@pytest.mark.slow
 def test_a_killed_spread_goes_on(
     plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,7 @@ def test_what_cannot_be_spread(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_for_it(
     plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedbicross.data import Dataset
+from fedbicross.engine import predict
 from fedbicross.evaluate import clinical
 from fedbicross.evaluate.protocols import TestSet
 from fedbicross.messages import Predictor
@@ -31,6 +32,16 @@ def test_each_client_takes_the_class_mix_of_the_test_images_dealt_to_it() -> Non
         expected, mix = adapt_prior(models[f"client-{i}"], images[i::2]).log_prior, found[f"client-{i}"].log_prior
         assert expected is not None and mix is not None and torch.equal(mix, expected)
     assert found["client-2"] is models["client-2"]
+
+
+def test_each_network_of_a_run_is_asked_once_about_the_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = []
+    real = predict.member_logits
+    monkeypatch.setattr(predict, "member_logits", lambda *given: about.append(len(given[1])) or real(*given))
+    shared = runner.run(tiny())["rows_sha256"]
+    assert about.count(60) == 5  # three clients' own, FedAvg's and the centralised one: two ensembles need no more
+    monkeypatch.setattr(predict.Answers, "probabilities", lambda self, model, store: model.probabilities(self.images))
+    assert runner.run(tiny())["rows_sha256"] == shared
 
 
 def test_only_a_method_that_says_so_is_adapted_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import DataError
 from fedbicross.steps.diffusion_prior import Guidance, guided_images, load_prior
 
-diffusers = pytest.importorskip("diffusers", reason="needs the extra `diffusion`")
-transformers = pytest.importorskip("transformers", reason="needs the extra `diffusion`")
+pytestmark = pytest.mark.slow  # to import diffusers alone takes seconds
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """priors/stable_diffusion with random weights."""
+    diffusers = pytest.importorskip("diffusers", reason="needs the extra `diffusion`")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `diffusion`")
     root = tmp_path_factory.mktemp("priors")
     path = root / "stable_diffusion"
     with torch.random.fork_rng():

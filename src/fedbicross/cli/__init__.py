@@ -7,6 +7,7 @@ import sys
 from typing import Any, NoReturn
 
 from fedbicross.errors import FedBiCrossError, nearest
+from fedbicross.freed_memory import keep_freed_memory
 from fedbicross.waiting import wait_briefly
 
 STOPPED = 130
@@ -21,6 +22,7 @@ def main() -> None:
     from fedbicross.cli.app import UsageError, app  # the verbs import from this package
 
     wait_briefly()
+    keep_freed_memory()
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without our letters shows "?" rather than fail a finished run

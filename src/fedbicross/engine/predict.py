@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedbicross import models
+from fedbicross.bundle.format import canonical_json, tensor_digest
 from fedbicross.engine.combine import combine_logits, refer, temper
 from fedbicross.engine.device import autocast, normalise, to_device
 from fedbicross.engine.tokens import token_sequences
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-    from fedbicross.context import Store
+    from fedbicross.context import Store, Task
     from fedbicross.messages import Predictor
+
+BATCH = 500
+MOST_KEPT = 1 << 26  # bytes of logits: 2,000 networks that were asked about 1,000 images of 8 classes
 
 
 def load_model(architecture: str, state: dict[str, Tensor], channels: int, classes: int, image_size: int) -> nn.Module:
@@ -43,19 +47,67 @@ def probabilities(
     images: np.ndarray,
     device: str = "cpu",
     precision: str = "fp32",
-    batch: int = 500,
+    batch: int = BATCH,
     store: Store | None = None,
 ) -> np.ndarray:
     """Class probabilities [n,C] float32 for uint8 images [n,H,W,C]."""
+    return _joined(predictor, batch_logits(predictor, images, device, precision, batch, store), len(images))
+
+
+def _joined(predictor: Predictor, batches: Iterable[Tensor], count: int) -> np.ndarray:
+    """Class probabilities [count,C] from the logits of a predictor's networks; a constant answer asks for none."""
     if predictor.constant is not None:
         row = predictor.constant.float().cpu().numpy()
-        return row[None].repeat(len(images), 0)
-    parts = [torch.zeros(0, len(predictor.task.classes))]
-    parts += [
-        combined(predictor, logits) for logits in batch_logits(predictor, images, device, precision, batch, store)
-    ]
+        return row[None].repeat(count, 0)
+    parts = [torch.zeros(0, len(predictor.task.classes)), *(combined(predictor, logits) for logits in batches)]
     out: np.ndarray = torch.cat(parts).numpy()
     return out
+
+
+class Answers:
+    """What predictors say about one set of images, for which each network is asked once, whoever uses it.
+
+    The methods of a run share networks: every ensemble and every gate holds those that clients trained alone. A network
+    is known by its content. The logits asked for last are kept, up to ``most`` bytes; the numbers are the same bits as
+    those of ``probabilities``.
+    """
+
+    def __init__(self, images: np.ndarray, device: str = "cpu", most: int = MOST_KEPT) -> None:
+        self.images, self.device, self.most = images, device, most
+        self._kept: dict[str, list[Tensor]] = {}  # logits [B,C] of each batch, on the device; the latest network last
+        self._bytes = 0
+
+    def probabilities(self, predictor: Predictor, store: Store | None = None) -> np.ndarray:
+        """Class probabilities [n,C] float32; a store keeps the features of a frozen encoder."""
+        if predictor.encoder is not None:  # there the store keeps what is expensive
+            return probabilities(predictor, self.images, self.device, store=store)
+        return _joined(predictor, self._batches(predictor), len(self.images))
+
+    def _batches(self, predictor: Predictor) -> Iterator[Tensor]:
+        pairs = zip(predictor.architectures, predictor.states, strict=True)
+        for logits in zip(*[self._logits(predictor.task, *pair) for pair in pairs], strict=True):
+            yield torch.stack(logits)
+
+    def _logits(self, task: Task, architecture: str, state: dict[str, Tensor]) -> list[Tensor]:
+        key = canonical_json([task.as_json(), architecture, {name: tensor_digest(t) for name, t in state.items()}])
+        found = self._kept.pop(key, None)
+        if found is None:
+            network = _network(task, architecture, state).to(self.device)
+            parts = (self.images[start : start + BATCH] for start in range(0, len(self.images), BATCH))
+            found = [member_logits([network], to_device(part, self.device), "fp32")[0] for part in parts]
+            self._bytes += _size(found)
+        self._kept[key] = found
+        while self._bytes > self.most and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.pop(next(iter(self._kept))))
+        return found
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _network(task: Task, architecture: str, state: dict[str, Tensor]) -> nn.Module:
+    return load_model(architecture, state, task.channels, len(task.classes), task.image_size)
 
 
 def batch_logits(
@@ -63,18 +115,15 @@ def batch_logits(
     images: np.ndarray,
     device: str = "cpu",
     precision: str = "fp32",
-    batch: int = 500,
+    batch: int = BATCH,
     store: Store | None = None,
 ) -> Iterator[Tensor]:
     """Logits [N,B,C] of a predictor's networks, batch by batch on the device."""
-    task = predictor.task
     if predictor.encoder is not None:
         yield from _from_features(predictor, images, device, batch, store)
         return
-    networks = [
-        load_model(architecture, state, task.channels, len(task.classes), task.image_size).to(device)
-        for architecture, state in zip(predictor.architectures, predictor.states, strict=True)
-    ]
+    pairs = zip(predictor.architectures, predictor.states, strict=True)
+    networks = [_network(predictor.task, *pair).to(device) for pair in pairs]
     for start in range(0, len(images), batch):
         yield member_logits(networks, to_device(images[start : start + batch], device), precision)
 

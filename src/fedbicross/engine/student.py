@@ -37,23 +37,29 @@ class Student:
         self.device, self.precision, self.fast = device, precision, fast
         model = use_fast_convolutions(model) if fast else model
         self.model = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-        self.params = {name: p.detach().requires_grad_(True) for name, p in self.model.named_parameters()}
-        self.buffers = {name: b.detach() for name, b in self.model.named_buffers()}
+        self.params: dict[str, Tensor] = dict(self.model.requires_grad_(True).named_parameters())
+        self.buffers = dict(self.model.named_buffers())
+        self.compiled: Callable[..., Tensor] | None = None
+        if fast and worth_compiling({"student": passes}):
+            # Weights are arguments, so that students of one architecture share one compilation. Detached: a compiler
+            # would take note that the first student's are the template's own, and compile again for the next.
+            self.params = {name: p.detach().requires_grad_(True) for name, p in self.params.items()}
+            self.buffers = {name: b.detach() for name, b in self.buffers.items()}
+            self.compiled = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
         # Running statistics for passes that must not change those of the network.
         self.scratch = {name: b.clone() for name, b in self.buffers.items()}
         self.captured: dict[str, Any] = {}  # recorded steps that belong to this student
-        self.forward = self._forward
-        if fast and worth_compiling({"student": passes}):
-            # Weights are arguments, so that students of one architecture share one compilation.
-            self.forward = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
 
     def logits(self, x: Tensor, track: bool = True, use_compiled: bool = True) -> Tensor:
         """Train-mode logits in float32; ``track`` says whether this batch moves the running statistics."""
         x = x.contiguous(memory_format=torch.channels_last)
         buffers = self.buffers if track else self.scratch  # train mode writes running statistics, never reads them
+        forward = self.compiled if self.compiled and use_compiled else self._forward
         with autocast(self.device, self.precision):
-            out: Tensor = (self.forward if use_compiled else self._forward)({**self.params, **buffers}, x)
+            # The network holds its own tensors already: to exchange them takes longer than some layers.
+            plain = track and not self.compiled
+            out: Tensor = self.model(x) if plain else forward({**self.params, **buffers}, x)
         return out.float() if out.dtype != torch.float64 else out
 
     def _forward(self, state: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -100,9 +100,12 @@ def epoch_batches(count: int, batch_size: int, rng: np.random.Generator) -> list
 
 def turn_and_mirror(images: Tensor, kinds: Tensor) -> Tensor:
     """Each image of the batch by one of the eight symmetries of the square: ``kinds`` in 0..7, 0 leaves it alone."""
-    turned = [torch.rot90(images, turns, dims=(2, 3)) for turns in range(4)]
-    all_eight = torch.stack([*turned, *(image.flip(3) for image in turned)])
-    return all_eight[kinds, torch.arange(len(images), device=images.device)]
+    side = images.shape[-1]
+    places = torch.arange(side * side, device=images.device).view(side, side)
+    turned = [torch.rot90(places, turns) for turns in range(4)]
+    all_eight = torch.stack([*turned, *(grid.flip(1) for grid in turned)]).flatten(1)
+    source = all_eight[kinds].unsqueeze(1).expand(-1, images.shape[1], -1)  # of each pixel, the same in all channels
+    return images.flatten(2).gather(2, source).view(images.shape)
 
 
 def balancing_shift(labels: Tensor, classes: int) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sklearn.metrics import auc, average_precision_score, precision_recall_curve, roc_curve
+from sklearn.metrics import auc, precision_recall_curve, roc_curve
 
 from fedbicross.evaluate import metrics
 
@@ -57,10 +57,12 @@ def roc_points(scores: Floats, positive: Bools) -> tuple[Floats, float]:
 def precision_recall_points(scores: Floats, positive: Bools) -> tuple[Floats, float]:
     """Precision where recall first reaches 0, 1/40, … 1, and the average precision of the whole curve."""
     precision, recall, _ = precision_recall_curve(positive, scores)
+    # What scikit-learn's average_precision_score is, which would draw the curve again.
+    average = -np.sum(np.diff(recall) * precision[:-1])
     # From the highest threshold down; scikit-learn's last point stands for no threshold at all.
     precision, recall = precision[-2::-1], recall[-2::-1]
     reached = np.searchsorted(recall, np.linspace(0, 1, POINTS) - 1e-12)
-    return precision[reached], float(average_precision_score(positive, scores))
+    return precision[reached], float(max(0.0, average))
 
 
 def curves(probs: Floats, labels: Ints) -> dict[str, Floats]:

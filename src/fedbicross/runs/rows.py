@@ -23,6 +23,7 @@ from fedbicross.settings import Settings, read_json
 
 if TYPE_CHECKING:
     from fedbicross.context import Store
+    from fedbicross.engine.predict import Answers
 
 
 Predictions = Mapping[str, np.ndarray]  # probabilities [n,C] of each client's model on the whole test set
@@ -51,7 +52,7 @@ def stored_predictions(clients: Sequence[Client], ctx: Context) -> dict[str, np.
     return {name: _probabilities(data) for name, data in kept.items()} if len(kept) == len(clients) else None
 
 
-def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ctx: Context) -> dict[str, np.ndarray]:
+def predict_all(predictors: Mapping[str, Predictor], answers: Answers, ctx: Context) -> dict[str, np.ndarray]:
     """Probabilities of every client's predictor on the whole test set; equal predictors run once."""
     done: dict[int, bytes] = {}
     out = {}
@@ -60,7 +61,7 @@ def predict_all(predictors: Mapping[str, Predictor], test_images: np.ndarray, ct
         name = _predictions_file(ctx, client)
         data = ctx.store.load(name) or done.get(id(predictor))
         if data is None:
-            probabilities = predictor.probabilities(test_images, ctx.device, store=ctx.store)
+            probabilities = answers.probabilities(predictor, ctx.store)
             data = pack("predictions", {"probabilities": torch.from_numpy(probabilities)}, {})
         done[id(predictor)] = data
         ctx.store.save(name, data)

@@ -22,6 +22,7 @@ from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Ta
 from fedbicross.data import DATASETS, Dataset, Partition, client_images, load_dataset, make_partition, test_images
 from fedbicross.data import check as check_data
 from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
+from fedbicross.engine.predict import Answers
 from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
@@ -301,6 +302,7 @@ class _Seed:
         self.task = Task(tuple(dataset.classes), dataset.image_size, dataset.channels, self.config.model)
         self.clients, self.owners = make_clients(dataset, partition)
         self.images = test_images(dataset, partition)
+        self.answers = Answers(self.images, prepared.device)
         self.test = TestSet(dataset.test.labels, partition.test_owner, dataset.test.patients)
         self.client_models = self.config.models_of(partition.clients)
         self.store: Store = folder.store if folder else MemoryStore()
@@ -376,7 +378,7 @@ class _Seed:
         began = time.perf_counter()
         if method.adapts_prior:
             predictors = adapt_all(predictors, self.images, self.test, self.owners, ctx)
-        found = predict_all(predictors, self.images, ctx)
+        found = predict_all(predictors, self.answers, ctx)
         if not method.pools_data:
             choose_thresholds(predictors, self.clients, ctx)
         self._event(event="evaluate", scope=ctx.scope, name="all", seconds=time.perf_counter() - began)

@@ -104,6 +104,14 @@ def refuses(kind: type[FedBiCrossError], code: str, match: str | None = None) ->
     assert caught.value.code == code and "\n" not in str(caught.value)
 
 
+def code_of(kind: type[FedBiCrossError], call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The code with which a call is refused, in one line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return caught.value.code
+
+
 def packed_unchecked(message: Upload | Reply | Predictor) -> bytes:
     """Its bytes, even where it holds NaN, which our own writer refuses."""
     with pytest.MonkeyPatch.context() as patch:

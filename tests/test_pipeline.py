@@ -21,7 +21,7 @@ from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts import gate, local
 from fedbicross.transport import files
 from imports import SOURCE
-from small import refuses, tiny_clients, tiny_context, with_tensor
+from small import code_of, refuses, tiny_clients, tiny_context, with_tensor
 from transport.sites import Sites, make_sites
 
 FORGERIES: dict[str, Callable[[Upload], Upload]] = {
@@ -49,12 +49,6 @@ def honest(sites: Sites) -> dict[str, Upload]:
     return {client.name: sites.federation.build().upload(client, ctx) for client in sites.clients}
 
 
-def code(call: Callable[[], Any]) -> str:
-    with pytest.raises(FedBiCrossError) as caught:
-        call()
-    return caught.value.code
-
-
 @pytest.mark.parametrize("name", FORGERIES)
 def test_every_carrier_has_the_same_door(
     name: str, sites: Sites, honest: dict[str, Upload], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -67,11 +61,10 @@ def test_every_carrier_has_the_same_door(
     monkeypatch.setattr(FedAvg, "fuse", lambda *given: pytest.fail("was fused"))
 
     signed = sign(replace(forged, run_id=agreed.run, agreement=agreed.agreement).pack(), key)
-    assert code(lambda: files.verify_upload(agreed, signed)) == name, "at the server, by files or by Flower"
-    assert code(lambda: files.make_upload(agreed, client, key, tmp_path)) == name, "at the site, before it travels"
-    with pytest.raises(FedBiCrossError, match=client.name) as caught:
+    assert code_of(FedBiCrossError, files.verify_upload, agreed, signed) == name  # at the server
+    assert code_of(FedBiCrossError, files.make_upload, agreed, client, key, tmp_path) == name  # at the site
+    with refuses(FedBiCrossError, name, client.name):  # in a simulation
         simulate(agreed.build(), sites.clients, sites.simulation())
-    assert caught.value.code == name, "in a simulation"
 
 
 def test_an_architecture_that_the_method_cannot_mix_is_refused_at_the_door(honest: dict[str, Upload]) -> None:

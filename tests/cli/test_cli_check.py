@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.console import CONFIG, call, config_file, console, results, write_npz
+from cli.console import CONFIG, call, config_file, console, ok, results, write_npz
 from data.scans import NAME, dicom
 from data.test_check import brain, noise
 from fedbicross.context import Task
@@ -60,8 +60,7 @@ def test_run_refuses_and_can_be_told_to_go_on(tmp_path: Path) -> None:
     outcome = call(*args, "--out", tmp_path / "out")
     assert outcome.code == 3 and outcome.err.startswith("error[same_image_in_both]: 6 test images (20.0%)")
     assert "--accept same_image_in_both" in outcome.err and not (tmp_path / "out").exists()
-    outcome = call(*args, "--out", tmp_path / "out", "--accept", "same_image_in_both")
-    assert outcome.code == 0, outcome.err
+    ok(*args, "--out", tmp_path / "out", "--accept", "same_image_in_both")
     found = results(tmp_path / "out")
     assert found["config"]["data"]["accept"] == ["same_image_in_both"]
     assert any("also in the training set" in text and "(accepted)" in text for text in found["warnings"])
@@ -91,8 +90,7 @@ def test_no_stored_file_of_a_run_names_a_patient(tmp_path: Path) -> None:
     hospital(tmp_path / "scans")
     assert len(identities(tmp_path / "scans")) == 30, "the search finds what it looks for"
     args = ("run", config_file(tmp_path, OWN), "--data", tmp_path / "scans", "--clients", "2", "--partition", "iid")
-    outcome = call(*args, "--out", tmp_path / "out")
-    assert outcome.code == 0, outcome.err
+    outcome = ok(*args, "--out", tmp_path / "out")
     assert identities(tmp_path / "out") == []
     shown = call("check", tmp_path / "scans", "--json")
     said = outcome.out + outcome.err + shown.out + shown.err
@@ -118,8 +116,7 @@ def agree(root: Path, classes: str, images: Path) -> tuple[str | Path, ...]:
 
 
 def test_no_upload_names_a_patient(tmp_path: Path) -> None:
-    outcome = call(*agree(tmp_path, "a,b", hospital(tmp_path / "scans")))
-    assert outcome.code == 0, outcome.err
+    ok(*agree(tmp_path, "a,b", hospital(tmp_path / "scans")))
     assert (tmp_path / "site" / "north.safetensors").is_file() and identities(tmp_path / "site") == []
 
 

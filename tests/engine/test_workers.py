@@ -65,15 +65,11 @@ def fused(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sites
     settings.pop("clusters", None)
     sites = make_sites(request.param, settings=settings)
     uploads = upload_all(sites, folder / "sites")
-    return sites, uploads, files.fuse_uploads(sites.federation, uploads, folder / "work", sites.server_key)
-
-
-def fuse(sites: Sites, uploads: dict[str, bytes], work: Path, **options: Any) -> dict[str, bytes]:
-    return files.fuse_uploads(sites.federation, uploads, work, sites.server_key, **options)
+    return sites, uploads, sites.fuse(uploads, folder / "work")
 
 
 def with_ray(sites: Sites, uploads: dict[str, bytes], work: Path, said: Said, workers: int = 2) -> dict[str, bytes]:
-    return fuse(sites, uploads, work, progress=said, engine="ray", workers=workers)
+    return sites.fuse(uploads, work, said, engine="ray", workers=workers)
 
 
 def at_step(number: int, act: Callable[..., None], patch: pytest.MonkeyPatch) -> None:
@@ -120,10 +116,10 @@ def test_broken_off_in_the_middle_either_engine_goes_on(
     with monkeypatch.context() as patch:
         at_step(15, stop, patch)  # in the second trajectory, inside a chunk
         with pytest.raises(KeyboardInterrupt):
-            fuse(sites, uploads, tmp_path, engine=first)
+            sites.fuse(uploads, tmp_path, engine=first)
     assert list((tmp_path / "stages").rglob("*.safetensors")), "a checkpoint is there"
     said = Said()
-    assert fuse(sites, uploads, tmp_path, engine=then, progress=said) == expected
+    assert sites.fuse(uploads, tmp_path, said, engine=then) == expected
     assert any("Ray workers" in line for line in said.lines) == (then == "ray")
 
 
@@ -317,7 +313,7 @@ def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytes
     with refuses(ConfigError, "no_ray", r"fedbicross\[ray\]"):
         with_ray(sites, uploads, tmp_path / "work", Said())
     assert not (tmp_path / "work" / "fusion.json").exists()
-    assert len(fuse(sites, uploads, tmp_path / "work")) == 3, "the local engine does not need it"
+    assert len(sites.fuse(uploads, tmp_path / "work")) == 3, "the local engine does not need it"
 
 
 def test_a_method_without_trajectories_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

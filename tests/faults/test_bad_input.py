@@ -27,6 +27,7 @@ from cli.console import (
     config_file,
     console,
     environment,
+    ok,
     results,
     snapshot,
     timeless,
@@ -366,8 +367,7 @@ def test_resume_writes_garbled_results_again(finished: Path, tmp_path: Path) -> 
     out = shutil.copytree(finished, tmp_path / "tiny")
     (out / "results.json").write_text("{garbled")
     (out / "events.jsonl").write_bytes(b'5\n[]\n\xff\xfe\n{"event": "tr')
-    outcome = call("resume", out)
-    assert outcome.code == 0, outcome.err
+    ok("resume", out)
     assert timeless(results(out)) == timeless(results(finished))
 
 

@@ -123,18 +123,6 @@ def test_anything_that_is_packed_is_read_back(table: dict[str, Any], value: Any)
     assert pack("upload", back, manifest) == data
 
 
-def test_wrong_kind_format_and_header() -> None:
-    data = pack("upload", TENSORS, {})
-    cases = {
-        "wrong_kind": (data, "reply"),
-        "header_length": ((1 << 40).to_bytes(8, "little") + data[8:], "upload"),
-        "no_manifest": ((2).to_bytes(8, "little") + b"{}", "upload"),
-    }
-    for code, (bytes_, kind) in cases.items():
-        with refuses(UploadError, code):
-            unpack(bytes_, kind)
-
-
 def test_unlisted_tensor_is_refused() -> None:
     data = pack("upload", TENSORS, {})
     length = int.from_bytes(data[:8], "little")

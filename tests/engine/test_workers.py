@@ -245,7 +245,7 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
                 file.write(".")
             yield torch.full((size,), float(number))
 
-    def refuses(shared: Alone, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def unwilling(shared: Alone, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         raise MethodError("mine", "not today")
 
     log, large, place = tmp_path / "log", tmp_path / "large", {"done": torch.tensor(3)}
@@ -255,7 +255,7 @@ def test_a_worker_waits_when_nobody_takes_what_it_made(ray: Any, tmp_path: Path)
         said.clear()
         for _ in workers.actors:
             with refuses(MethodError, "mine", "not today"):
-                list(OnWorker(workers, Alone(1), refuses, place))
+                list(OnWorker(workers, Alone(1), unwilling, place))
         source = OnWorker(workers, Alone(203), partial(counted, log=str(log)), place)
         items = iter(source)
         assert [float(next(items)) for _ in range(4)] == [3, 4, 5, 6]

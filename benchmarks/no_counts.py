@@ -38,6 +38,16 @@ COMMON: dict[str, Any] = {
 }
 
 
+def store(rows: list[dict[str, Any]], out: Path) -> None:
+    """With what they were made by."""
+    stored = {"rows": rows, "config": COMMON, "versions": versions("cpu")}
+    out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+
+def accuracy_of(answers: torch.Tensor, labels: torch.Tensor) -> float:
+    return round(float((answers.argmax(1) == labels).double().mean()), 4)
+
+
 def cell(alpha: float, seed: int) -> dict[str, Any]:
     """The classes that are found, and the accuracy of three teachers."""
     config = load_config(None, {**COMMON, "partition": {"kind": "dirichlet", "alpha": alpha}, "seeds": [seed]}, [])
@@ -57,7 +67,7 @@ def cell(alpha: float, seed: int) -> dict[str, Any]:
     accuracy = {}
     for way, given in ways.items():
         answers = combine_logits(logits, "consensus", 1.0, teachers.class_weights(given, "root"))
-        accuracy[way] = round(float((answers.argmax(1) == labels).double().mean()), 4)
+        accuracy[way] = accuracy_of(answers, labels)
     return {
         "alpha": alpha,
         "seed": seed,
@@ -81,8 +91,7 @@ def main() -> None:
         for seed in SEEDS:
             rows.append(cell(alpha, seed))
             print(rows[-1], flush=True)
-    stored = {"rows": rows, "config": COMMON, "versions": versions("cpu")}
-    out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(rows, out)
 
 
 if __name__ == "__main__":

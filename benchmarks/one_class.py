@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.no_counts import COMMON
+from benchmarks.no_counts import COMMON, accuracy_of, store
 from fedbicross import models, seeds
 from fedbicross.engine import combine
 from fedbicross.engine.device import normalise, to_device
@@ -26,7 +26,6 @@ from fedbicross.engine.recipe import Training
 from fedbicross.engine.train import balancing_shift, epoch_batches, turn_and_mirror
 from fedbicross.runs import runner
 from fedbicross.runs.config import load_config
-from fedbicross.runs.environment import versions
 from fedbicross.steps.noise import structured_noise
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,14 +113,9 @@ def cell(partition: str, seed: int) -> dict[str, Any]:
                     kept[key] = torch.cat([model(part) for part in test.split(200)])
             answers.append(kept[key])
         teacher = combine.combine_logits(torch.stack(answers), "consensus", 1.0, weights)
-        accuracy[way] = round(float((teacher.argmax(1) == labels).double().mean()), 4)
-    return {
-        "partition": partition,
-        "seed": seed,
-        "lone": int(lone.sum()),
-        "clients": len(clients),
-        "accuracy": accuracy,
-    }
+        accuracy[way] = accuracy_of(teacher, labels)
+    found = {"lone": int(lone.sum()), "clients": len(clients), "accuracy": accuracy}
+    return {"partition": partition, "seed": seed, **found}
 
 
 def main() -> None:
@@ -136,8 +130,7 @@ def main() -> None:
             rows.append(cell(partition, seed))
             print(rows[-1], flush=True)
     rows.sort(key=lambda row: (list(SEEDS).index(row["partition"]), row["seed"]))
-    stored = {"rows": rows, "config": COMMON, "versions": versions("cpu")}
-    out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(rows, out)
 
 
 if __name__ == "__main__":

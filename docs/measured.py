@@ -392,8 +392,8 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
 
 def primum_levels(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.gates`: what the level of the mixture's test lets in, and what that wins and loses."""
-    file = root / "results" / "primum" / "gates.json"
-    found = json.loads(file.read_text(encoding="utf-8"))["levels"]
+    file, stored = read_stored(root, "primum/gates.json")
+    found = stored["levels"]
     keys = ("level", "trials", "let_in", "won", "lost", "lower")
     rows = [tuple("none" if key == "level" and row[key] == 1 else row[key] for key in keys) for row in found]
     titles = ("level", "trials", "mixtures let in", "answers won", "lost", "trials with more lost than won")
@@ -402,9 +402,9 @@ def primum_levels(_: str, page: Path, root: Path) -> str:
 
 def primum_estimated(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.gates`: the student under three class mixes, beside training alone."""
-    file = root / "results" / "primum" / "gates.json"
+    file, found = read_stored(root, "primum/gates.json")
     rows = []
-    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+    for cell in found["cells"]:
         data, partition, _, seed = cell["cell"].split("-")
         everybody = "primum:estimated, everybody's patients"
         shown = [(cell["alone"], "matched"), ("primum:student", "matched"), ("primum:estimated", "matched")]
@@ -458,8 +458,8 @@ def _drawn_cells(found: Mapping[str, Any], file: Path, page: Path) -> str:
 
 def primum_margins(_: str, page: Path, root: Path) -> str:
     """What the margin of a referral was chosen by."""
-    file = root / "results" / "primum" / "gates.json"
-    found = json.loads(file.read_text(encoding="utf-8"))["margins"]
+    file, stored = read_stored(root, "primum/gates.json")
+    found = stored["margins"]
     rows = [
         (
             f"{row['margin']:.1f}",

@@ -14,7 +14,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from cli.console import call, config_file  # noqa: E402
+from cli.console import config_file, ok  # noqa: E402
 
 # Tiny tensors: a second thread only waits, and on a busy machine it waits long.
 torch.set_num_threads(int(os.environ.get("FEDBICROSS_TEST_THREADS", "1")))
@@ -50,8 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one tiny run by the command line, which tests read and copy."""
     folder = tmp_path_factory.mktemp("finished")
-    outcome = call("run", config_file(folder), "--out", folder / "tiny")
-    assert outcome.code == 0, outcome.err
+    ok("run", config_file(folder), "--out", folder / "tiny")
     return folder / "tiny"
 
 

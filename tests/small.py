@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from fedbicross.bundle import pack
 from fedbicross.context import Context, MemoryStore, Task
 from fedbicross.engine.recipe import Training
+from fedbicross.errors import FedBiCrossError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 
 T = TypeVar("T")
@@ -86,10 +90,36 @@ def tiny_clients(count: int = 3, per_client: int = 24, classes: int = 3, size: i
     return clients
 
 
+def dealt(whole: Client, owner: np.ndarray) -> list[Client]:
+    """A client's images dealt out: ``owner`` is the number of the client that gets each."""
+    everyone = [(f"client-{i}", owner == i) for i in range(int(owner.max()) + 1)]
+    return [Client(name, whole.images[mine], whole.labels[mine]) for name, mine in everyone if mine.any()]
+
+
+def with_tensor(upload: Upload, name: str, value: Tensor) -> Upload:
+    return replace(upload, tensors={**upload.tensors, name: value})
+
+
 def tiny_context(classes: int = 3, size: int = 12, model: str = "resnet8", **training: object) -> Context:
     values = {"recipe": "modern", "epochs": 2, "batch_size": 8, **training}
     task = Task(tuple(f"class-{c}" for c in range(classes)), size, 3, model)
     return Context(task, Training(**values))
+
+
+@contextmanager
+def refuses(kind: type[FedBiCrossError], code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """What is tried inside is refused in one line, with this code."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert caught.value.code == code and "\n" not in str(caught.value)
+
+
+def code_of(kind: type[FedBiCrossError], call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The code with which a call is refused, in one line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return caught.value.code
 
 
 def packed_unchecked(message: Upload | Reply | Predictor) -> bytes:

@@ -13,11 +13,11 @@ import pytest
 
 import fedbicross
 from cli.console import call, console, timeless
-from fedbicross.context import Silent
 from fedbicross.errors import ConfigError
 from fedbicross.methods import PLUGINS
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.runs.config import RunConfig
+from transport.sites import Said
 
 SMALL: dict[str, Any] = {
     "model": "resnet8",
@@ -67,13 +67,7 @@ def test_dir_and_help_show_the_whole_interface() -> None:
 
 
 def test_progress_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    class Heard(Silent):
-        lines: list[str] = []
-
-        def say(self, message: str) -> None:
-            self.lines.append(message)
-
-    heard = Heard()
+    heard = Said()
     fedbicross.run(**SMALL, methods=["fedavg"], progress=heard)
     read, *methods = heard.lines
     assert read.startswith("data: cells, ") and "classes: basophil, eosinophil, " in read

@@ -21,13 +21,8 @@ from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts import gate, local
 from fedbicross.transport import files
 from imports import SOURCE
-from small import tiny_clients, tiny_context
+from small import code_of, refuses, tiny_clients, tiny_context, with_tensor
 from transport.sites import Sites, make_sites
-
-
-def with_tensor(upload: Upload, name: str, value: torch.Tensor) -> Upload:
-    return replace(upload, tensors={**upload.tensors, name: value})
-
 
 FORGERIES: dict[str, Callable[[Upload], Upload]] = {
     "extra_tensor": lambda upload: with_tensor(upload, "a_patient", torch.ones(3)),
@@ -54,12 +49,6 @@ def honest(sites: Sites) -> dict[str, Upload]:
     return {client.name: sites.federation.build().upload(client, ctx) for client in sites.clients}
 
 
-def code(call: Callable[[], Any]) -> str:
-    with pytest.raises(FedBiCrossError) as caught:
-        call()
-    return caught.value.code
-
-
 @pytest.mark.parametrize("name", FORGERIES)
 def test_every_carrier_has_the_same_door(
     name: str, sites: Sites, honest: dict[str, Upload], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -72,19 +61,17 @@ def test_every_carrier_has_the_same_door(
     monkeypatch.setattr(FedAvg, "fuse", lambda *given: pytest.fail("was fused"))
 
     signed = sign(replace(forged, run_id=agreed.run, agreement=agreed.agreement).pack(), key)
-    assert code(lambda: files.verify_upload(agreed, signed)) == name, "at the server, by files or by Flower"
-    assert code(lambda: files.make_upload(agreed, client, key, tmp_path)) == name, "at the site, before it travels"
-    with pytest.raises(FedBiCrossError, match=client.name) as caught:
+    assert code_of(FedBiCrossError, files.verify_upload, agreed, signed) == name  # at the server
+    assert code_of(FedBiCrossError, files.make_upload, agreed, client, key, tmp_path) == name  # at the site
+    with refuses(FedBiCrossError, name, client.name):  # in a simulation
         simulate(agreed.build(), sites.clients, sites.simulation())
-    assert caught.value.code == name, "in a simulation"
 
 
 def test_an_architecture_that_the_method_cannot_mix_is_refused_at_the_door(honest: dict[str, Upload]) -> None:
     upload = next(iter(honest.values()))
     other = replace(upload, task=replace(upload.task, model="wrn16_2"))
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "mixed_models"):
         pipeline.check_upload(create("fedavg"), other, upload.task)
-    assert caught.value.code == "mixed_models"
 
 
 def test_a_model_that_no_site_would_take_is_refused_in_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +115,8 @@ def test_any_model_for_all_can_be_put_before_the_gate() -> None:
     ],
 )
 def test_what_has_no_model_for_all_has_no_gate(spec: str, code: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, code):
         create(spec)
-    assert caught.value.code == code
 
 
 def test_the_gate_makes_a_model_for_each_client_in_a_simulation() -> None:

@@ -12,25 +12,20 @@ import pytest
 
 from fedbicross import sums
 from fedbicross.errors import RunError
+from small import code_of
 
 ONE, TWO = (hashlib.sha256(text).hexdigest() for text in (b"one", b"two"))
 
 
-def code(written: sums.Sums, name: str, data: bytes) -> str:
-    with pytest.raises(RunError) as caught:
-        written.check(name, data)
-    return caught.value.code
-
-
 def test_what_was_noted_is_allowed_and_nothing_else(tmp_path: Path) -> None:
     written = sums.Sums(tmp_path)
-    assert not written and code(written, "a", b"one") == "no_digests"
+    assert not written and code_of(RunError, written.check, "a", b"one") == "no_digests"
     written.note("a", ONE)
     written.note("a", TWO)  # a kill may come before the file itself is written
     assert written and written.lists("a") and not written.lists("b")
     for text in (b"one", b"two"):
         written.check("a", text)
-    assert code(written, "a", b"three") == code(written, "b", b"one") == "damaged"
+    assert code_of(RunError, written.check, "a", b"three") == code_of(RunError, written.check, "b", b"one") == "damaged"
     written.note("a", ONE)
     assert len((tmp_path / sums.NAME).read_text().splitlines()) == 2, "once is enough"
 
@@ -48,7 +43,7 @@ def test_a_line_cut_by_a_kill_spoils_no_other(tmp_path: Path) -> None:
     with (tmp_path / sums.NAME).open("a") as file:
         file.write(f"{TWO}  b")
     again = sums.Sums(tmp_path)
-    assert code(again, "b", b"two") == "damaged"
+    assert code_of(RunError, again.check, "b", b"two") == "damaged"
     again.note("c", TWO)
     for name, text in (("a", b"one"), ("c", b"two")):
         sums.Sums(tmp_path).check(name, text)
@@ -57,15 +52,15 @@ def test_a_line_cut_by_a_kill_spoils_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\xff\x00" * 100, b"0" * 64, f"{ONE} a\n".encode(), f"{ONE}  \n".encode()])
 def test_a_damaged_list_allows_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / sums.NAME).write_bytes(content)
-    assert code(sums.Sums(tmp_path), "a", b"one") == "damaged"
+    assert code_of(RunError, sums.Sums(tmp_path).check, "a", b"one") == "damaged"
 
 
 def test_a_pipe_or_a_folder_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / sums.NAME)
-    assert code(sums.Sums(tmp_path), "a", b"one") == "damaged"
+    assert code_of(RunError, sums.Sums(tmp_path).check, "a", b"one") == "damaged"
     (tmp_path / sums.NAME).unlink()
     (tmp_path / sums.NAME).mkdir()
-    assert code(sums.Sums(tmp_path), "a", b"one") == "damaged"
+    assert code_of(RunError, sums.Sums(tmp_path).check, "a", b"one") == "damaged"
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")

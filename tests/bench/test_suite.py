@@ -15,6 +15,7 @@ from fedbicross.errors import ConfigError
 from fedbicross.methods import METHODS, method_names
 from fedbicross.runs.config import check
 from fedbicross.settings import parse
+from small import refuses
 
 PAPERS = ("fedbicross", "fedisca", "e_fedisca", "falcon")
 
@@ -64,7 +65,7 @@ def test_ours_begins_with_the_smallest_table_worth_reading() -> None:
     for seed, data, skew, _ in federations:
         found = {c.spec.partition(":")[0] for c in core if (c.seed, c.data, c.skew) == (seed, data, skew)}
         assert found == set(METHODS)
-    assert len(core) == 18 * (3 + 17 + 1 + 5), "training alone and networks, and the same on features"
+    assert len(core) == len(federations) * len({c.method for c in core}), "each of them once"
 
 
 def test_what_a_cell_runs() -> None:
@@ -88,9 +89,8 @@ def test_a_sweep_that_repeats_a_cell() -> None:
     cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": sweeps}))
     assert [c.sweep for c in cells] == ["one"] * 3 + ["two"] * 3
     other = {**VALUES["sweep"][0], "name": "two", "method": {"fedisca": {"steps": 2}}}
-    with pytest.raises(ConfigError, match="different ways") as error:
+    with refuses(ConfigError, "same_cell", "different ways"):
         suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [VALUES["sweep"][0], other]}))
-    assert error.value.code == "same_cell"
     tagged = {**other, "tag": "short"}
     cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [VALUES["sweep"][0], tagged]}))
     assert [c.method for c in cells] == ["local_only", "fedavg", "fedisca", "fedavg@short", "fedisca@short"]
@@ -120,9 +120,8 @@ def test_filter(wanted: str | None, expected: int) -> None:
     [("method=nothing", "no_cells"), ("methods=fedavg", "bad_filter"), ("fedavg", "bad_filter")],
 )
 def test_bad_filters(wanted: str, code: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, code):
         suite.choose(make(), wanted)
-    assert error.value.code == code
 
 
 def test_a_sweep_finds_cells_that_an_earlier_one_shares() -> None:
@@ -171,12 +170,10 @@ def test_what_a_suite_refuses(values: dict[str, Any], words: str) -> None:
 def test_which_suite(tmp_path: Path) -> None:
     assert set(suite.builtin()) == {"ours", "primum", "smoke", *PAPERS}
     for name, code in (("our", "unknown_suite"), ("a b.toml", "suite_name"), ("ours.toml", "suite_name")):
-        with pytest.raises(ConfigError) as error:
+        with refuses(ConfigError, code):
             suite.load(tmp_path / name if name.endswith(".toml") else name)
-        assert error.value.code == code
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, "no_config"):
         suite.load(tmp_path / "mine.toml")
-    assert error.value.code == "no_config"
     with pytest.raises(ConfigError, match="unknown budget"):
         suite.expand(*suite.load("smoke"), budget="hour")
 

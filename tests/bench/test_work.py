@@ -22,27 +22,31 @@ from fedbicross.errors import DataError, MethodError, RunError
 from fedbicross.methods.fedisca import FedISCA
 from fedbicross.runs import runner
 from fedbicross.runs.store import RunFolder
-from small import first_in_check
+from small import first_in_check, refuses
 
 MORE: dict[str, Any] = {"alone": ["local_only", "local_only:balanced", "local_only:both"]}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Cell], Path]:
-    """All cells, made without any trouble."""
-    cells, out = make(MORE), tmp_path_factory.mktemp("plain")
+def cells() -> list[Cell]:
+    return make(MORE)
+
+
+@pytest.fixture(scope="module")
+def plain(cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all cells, made without any trouble."""
+    out = tmp_path_factory.mktemp("plain")
     outcome = work.run(cells, out)
     assert outcome.made == [cell.key for cell in cells] and not outcome.failed and not outcome.left
-    return cells, out
+    return out
 
 
-def test_cells_are_the_rows_of_an_ordinary_run(plain: tuple[list[Cell], Path]) -> None:
-    cells, out = plain
+def test_cells_are_the_rows_of_an_ordinary_run(cells: list[Cell], plain: Path) -> None:
     config = cells[-1].config.model_copy(update={"methods": [*MORE["alone"], "fedavg", "fedisca"]})
     expected = {row["method"]: row for row in runner.run(config)["rows"]}
-    found = rows(out)
+    found = rows(plain)
     assert len(found) == len(cells) == 5
-    for status in stored.statuses_of(cells, out):
+    for status in stored.statuses_of(cells, plain):
         assert status.state == "done" and status.stored is not None
         row = {key: value for key, value in status.stored["row"].items() if not key.startswith("seconds")}
         wanted = {key: value for key, value in expected[status.cell.spec].items() if not key.startswith("seconds")}
@@ -53,9 +57,8 @@ def test_cells_are_the_rows_of_an_ordinary_run(plain: tuple[list[Cell], Path]) -
         assert set(diagnosis) <= {"scalars"} and diagnosis == {k: v for k, v in whole.items() if k == "scalars"}
 
 
-def test_what_is_stored(plain: tuple[list[Cell], Path]) -> None:
-    cells, out = plain
-    text = stored.file_of(out, cells[-1]).read_text()
+def test_what_is_stored(cells: list[Cell], plain: Path) -> None:
+    text = stored.file_of(plain, cells[-1]).read_text()
     found = json.loads(text)
     assert found["cell"]["method"] == "fedisca" and found["cell"]["budget"] == "smoke"
     assert found["digest"] == stored.digest(cells[-1]) and found["engine_version"] == stored.ENGINE_VERSION
@@ -63,12 +66,11 @@ def test_what_is_stored(plain: tuple[list[Cell], Path]) -> None:
     assert found["versions"]["torch"] and found["device"] == "cpu"
     assert found["seconds"] == found["row"]["seconds"] > 0
     assert "training" not in found and len(text) < 40_000
-    assert str(out) not in text
+    assert str(plain) not in text
 
 
-def test_client_models_are_trained_once(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
+def test_client_models_are_trained_once(cells: list[Cell], tmp_path: Path) -> None:
     """Also what a sibling trained is charged in full."""
-    cells, _ = plain
     work.run(cells, tmp_path, keep_work=True)
     (shared,) = (tmp_path / "work").glob("*/shared")
     assert len(list((shared / "client_models").iterdir())) == 2 * 2  # clients times losses
@@ -78,9 +80,8 @@ def test_client_models_are_trained_once(plain: tuple[list[Cell], Path], tmp_path
     assert training == alone["seconds_by_stage"]["local_training"] > 0
 
 
-def test_finished_work_is_removed(plain: tuple[list[Cell], Path]) -> None:
-    _, out = plain
-    assert not list((out / "work").iterdir())
+def test_finished_work_is_removed(plain: Path) -> None:
+    assert not list((plain / "work").iterdir())
 
 
 def test_work_that_others_could_use_stays(tmp_path: Path) -> None:
@@ -154,9 +155,8 @@ def test_a_lock_of_a_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest
         return self
 
     monkeypatch.setattr(RunFolder, "__enter__", slow)
-    with pytest.raises(RunError) as error:
+    with refuses(RunError, "locked"):
         folder.__enter__()
-    assert error.value.code == "locked"
 
 
 def test_stored_errors_name_no_place_of_the_machine(tmp_path: Path) -> None:
@@ -211,28 +211,26 @@ class Mortal(Silent):
 
 @pytest.mark.parametrize("steps", first_in_check([5, 1, 9, 12]))
 def test_a_killed_bench_goes_on_to_the_same_rows(
-    plain: tuple[list[Cell], Path], tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+    cells: list[Cell], plain: Path, tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cells, out = plain
     with pytest.raises(Killed):
         work.run(cells, tmp_path, progress=Mortal(steps))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").rglob("*.json")}
     outcome = work.run(cells, tmp_path)
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)
     assert len(outcome.made) + len(before) == len(cells), "what was there is not made again"
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
 
 
 @pytest.mark.slow
-def test_a_bench_killed_by_the_system(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
-    cells, out = plain
+def test_a_bench_killed_by_the_system(cells: list[Cell], plain: Path, tmp_path: Path) -> None:
     with _process(tmp_path) as process:
         while not list(tmp_path.rglob("fedavg.json")) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
-    assert rows(tmp_path) != rows(out) or process.returncode == 0
+    assert rows(tmp_path) != rows(plain) or process.returncode == 0
     work.run(cells, tmp_path)
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)
 
 
 def _process(out: Path, what: str = "work.run(make(MORE), Path(sys.argv[1]))") -> subprocess.Popen[str]:
@@ -250,32 +248,29 @@ def _process(out: Path, what: str = "work.run(make(MORE), Path(sys.argv[1]))") -
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_folder(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
-    cells, out = plain
+def test_two_processes_share_a_folder(cells: list[Cell], plain: Path, tmp_path: Path) -> None:
     processes = [_process(tmp_path), _process(tmp_path)]
     made = [int(process.communicate(timeout=120)[0]) for process in processes]
     assert sum(made) == len(cells), "no cell twice"
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)
     assert not list((tmp_path / "work").iterdir())
 
 
 @pytest.mark.slow
 def test_workers_of_one_machine(
-    plain: tuple[list[Cell], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cells: list[Cell], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share the cells, and one that dies is not missed."""
-    cells, out = plain
     outcome = work.run_in_processes(cells, tmp_path / "both", workers=2)
     assert sorted(outcome.made) == sorted(cell.key for cell in cells) and not outcome.failed and not outcome.left
-    assert rows(tmp_path / "both") == rows(out)
+    assert rows(tmp_path / "both") == rows(plain)
     assert work.run_in_processes(cells, tmp_path / "later", workers=2, minutes=0).left == [c.key for c in cells]
     said: list[str] = []
     monkeypatch.setattr(work, "_worker", _dies_if_first)
     outcome = work.run_in_processes(cells, tmp_path / "one", workers=2, progress=Told(said))
-    assert "worker 1 died; the others go on" in said and rows(tmp_path / "one") == rows(out)
-    with pytest.raises(RunError) as error:
+    assert "worker 1 died; the others go on" in said and rows(tmp_path / "one") == rows(plain)
+    with refuses(RunError, "workers_died"):
         work.run_in_processes(cells, tmp_path / "none", workers=1)
-    assert error.value.code == "workers_died"
 
 
 def test_what_one_worker_could_not_another_may_have_made(tmp_path: Path) -> None:
@@ -294,15 +289,14 @@ class Told(Silent):
         self.said.append(message)
 
 
-def _dies_if_first(*arguments: Any) -> Any:
-    if arguments[-1] == 1:
+def _dies_if_first(number: int, *given: Any, **options: Any) -> Any:
+    if number == 1:
         os._exit(9)
-    return work.run(arguments[0], arguments[1], suite=arguments[3])
+    return work.run(*given, **options)
 
 
 @pytest.mark.slow
-def test_workers_end_when_their_parent_is_killed(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
-    cells, out = plain
+def test_workers_end_when_their_parent_is_killed(cells: list[Cell], plain: Path, tmp_path: Path) -> None:
     with _process(
         tmp_path, "work.run_in_processes(make(MORE), Path(sys.argv[1]), workers=2, keep_work=True)"
     ) as process:
@@ -313,7 +307,7 @@ def test_workers_end_when_their_parent_is_killed(plain: tuple[list[Cell], Path],
     folders = [path.parent for path in tmp_path.rglob(".lock")]
     assert folders and not any(RunFolder(folder).held() for folder in folders)
     work.run(cells, tmp_path)
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)
 
 
 def test_a_cell_that_somebody_else_is_at_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,8 +326,7 @@ def test_a_cell_that_somebody_else_is_at_waits(tmp_path: Path, monkeypatch: pyte
     assert len(looked) == 1 and len(outcome.made) == len(cells)
 
 
-def test_the_time_is_over(plain: tuple[list[Cell], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, out = plain
+def test_the_time_is_over(cells: list[Cell], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = work.run(cells, tmp_path, minutes=0)
     assert not nothing.made and nothing.left == [cell.key for cell in cells]
     clock = iter(range(10_000))
@@ -343,14 +336,13 @@ def test_the_time_is_over(plain: tuple[list[Cell], Path], tmp_path: Path, monkey
     assert some.left and set(some.made) | set(some.left) == {cell.key for cell in cells}
     rest = work.run(cells, tmp_path)
     assert rest.made == some.left
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)
 
 
 def test_a_changed_default_makes_only_its_cells_stale(
-    plain: tuple[list[Cell], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cells: list[Cell], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cells, out = plain
-    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(FedISCA.Config.model_fields["temperature"], "default", 7.0)
     FedISCA.Config.model_rebuild(force=True)
     try:
@@ -366,11 +358,10 @@ def test_a_changed_default_makes_only_its_cells_stale(
     assert stored.status_of(cells[-1], tmp_path).state == "stale", "and back again"
 
 
-def test_versions_make_stale(plain: tuple[list[Cell], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, out = plain
+def test_versions_make_stale(cells: list[Cell], plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stale() -> list[str]:
-        return [status.cell.method for status in stored.statuses_of(cells, out) if status.state == "stale"]
+        return [status.cell.method for status in stored.statuses_of(cells, plain) if status.state == "stale"]
 
     assert stale() == []
     monkeypatch.setitem(stored.METHOD_VERSIONS, "fedavg", 2)
@@ -380,20 +371,20 @@ def test_versions_make_stale(plain: tuple[list[Cell], Path], monkeypatch: pytest
     monkeypatch.setattr(stored, "METHOD_VERSIONS", {})
     monkeypatch.setattr(stored, "ENGINE_VERSION", 99)
     assert len(stale()) == len(cells)
-    assert stored.status_of(cells[0], out).reason == "engine 1, now 99"
+    assert stored.status_of(cells[0], plain).reason == "engine 1, now 99"
 
 
 @pytest.mark.parametrize("change", [{"seeds": [1]}, {"clients": [3]}, {"partitions": ["dirichlet:0.4"]}])
-def test_other_federations_are_other_cells(plain: tuple[list[Cell], Path], change: dict[str, Any]) -> None:
-    assert {s.state for s in stored.statuses_of(make({**MORE, **change}), plain[1])} == {"missing"}
+def test_other_federations_are_other_cells(plain: Path, change: dict[str, Any]) -> None:
+    assert {s.state for s in stored.statuses_of(make({**MORE, **change}), plain)} == {"missing"}
 
 
-def test_other_training_or_data_make_stale(plain: tuple[list[Cell], Path]) -> None:
+def test_other_training_or_data_make_stale(plain: Path) -> None:
     for change in (
         {"training": {"recipe": "modern", "epochs": 2, "batch_size": 16}},
         {"data": {"cells": {"image_size": 8, "train_size": 40, "test_size": 24}}},
     ):
-        assert {s.state for s in stored.statuses_of(make(MORE, **change), plain[1])} == {"stale"}
+        assert {s.state for s in stored.statuses_of(make(MORE, **change), plain)} == {"stale"}
 
 
 def test_one_method_that_fails_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,9 +446,8 @@ def test_damaged_cells(tmp_path: Path, content: bytes, code: str) -> None:
     file = stored.file_of(tmp_path, cell)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
-    with pytest.raises(RunError) as error:
+    with refuses(RunError, code):
         stored.status_of(cell, tmp_path)
-    assert error.value.code == code
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -476,10 +466,9 @@ def test_the_lock_is_that_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_of_ray_share_the_cells(plain: tuple[list[Cell], Path], tmp_path: Path) -> None:
+def test_two_machines_of_ray_share_the_cells(cells: list[Cell], plain: Path, tmp_path: Path) -> None:
     """Two nodes of one processor each, as two machines would be: one worker on each."""
     ray, utils = pytest.importorskip("ray"), pytest.importorskip("ray.cluster_utils")
-    cells, out = plain
     small = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
     cluster = utils.Cluster(initialize_head=True, head_node_args=small)
     cluster.add_node(**small)
@@ -492,4 +481,4 @@ def test_two_machines_of_ray_share_the_cells(plain: tuple[list[Cell], Path], tmp
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert rows(tmp_path) == rows(out)
+    assert rows(tmp_path) == rows(plain)

@@ -13,12 +13,12 @@ import pytest
 
 from fedbicross.bundle import audit
 from fedbicross.errors import RunError
+from small import refuses
 
 
 def refused(code: str, *args: object, append: bool = False) -> str:
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, code) as caught:
         audit.append(*args) if append else audit.verify(*args)  # type: ignore[arg-type]
-    assert caught.value.code == code
     return str(caught.value.args[0])
 
 

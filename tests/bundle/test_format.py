@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from fedbicross.bundle import OWN, inspect, pack, unpack
 from fedbicross.bundle.format import DTYPES, build_tensors, join_groups, take_group, tensor_digest
 from fedbicross.errors import MethodError, UploadError
+from small import refuses
 
 TENSORS = {
     "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -94,9 +95,8 @@ def test_types_that_no_bundle_holds() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_nothing_that_is_not_finite_is_written(bad: float, dtype: torch.dtype) -> None:
     tensors = {"empty": torch.zeros(0), "good": torch.ones(2), "bad": torch.tensor([1.0, bad, 2.0], dtype=dtype)}
-    with pytest.raises(MethodError, match="'bad' holds NaN or infinity") as caught:
+    with refuses(MethodError, "non_finite", "'bad' holds NaN or infinity"):
         pack("stage", tensors, {})
-    assert caught.value.code == "non_finite"
 
 
 names = st.from_regex(r"[A-Za-z0-9]{1,8}([.|][a-z0-9][a-z0-9_-]{0,7}){0,2}", fullmatch=True)
@@ -123,27 +123,13 @@ def test_anything_that_is_packed_is_read_back(table: dict[str, Any], value: Any)
     assert pack("upload", back, manifest) == data
 
 
-def test_wrong_kind_format_and_header() -> None:
-    data = pack("upload", TENSORS, {})
-    cases = {
-        "wrong_kind": (data, "reply"),
-        "header_length": ((1 << 40).to_bytes(8, "little") + data[8:], "upload"),
-        "no_manifest": ((2).to_bytes(8, "little") + b"{}", "upload"),
-    }
-    for code, (bytes_, kind) in cases.items():
-        with pytest.raises(UploadError) as caught:
-            unpack(bytes_, kind)
-        assert caught.value.code == code
-
-
 def test_unlisted_tensor_is_refused() -> None:
     data = pack("upload", TENSORS, {})
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     smuggled = save({**load(data), "extra": torch.ones(1)}, metadata=metadata)
-    with pytest.raises(UploadError) as caught:
+    with refuses(UploadError, "tensor_list"):
         unpack(bytes(smuggled), "upload")
-    assert caught.value.code == "tensor_list"
 
 
 def test_inspect_tells_where_everything_is() -> None:

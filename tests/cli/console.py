@@ -91,6 +91,13 @@ def call(*args: str | Path) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def ok(*args: str | Path) -> Outcome:
+    """The same, of a command that goes well."""
+    outcome = call(*args)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
 def config_file(folder: Path, text: str = CONFIG) -> Path:
     """The tiny configuration as a file."""
     path = folder / "tiny.toml"

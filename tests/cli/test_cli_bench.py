@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.console import call
+from cli.console import call, ok
 
 
 def test_list() -> None:
@@ -21,8 +21,7 @@ def test_list() -> None:
 def test_from_the_first_cell_to_the_page(tmp_path: Path) -> None:
     out, page = tmp_path / "bench", tmp_path / "page.html"
     words = ("smoke", "--out", out, "--data-dir", tmp_path)
-    chosen = call("bench", "run", *words, "--cells", "clients=3,method=fedavg")
-    assert chosen.code == 0, chosen.err
+    chosen = ok("bench", "run", *words, "--cells", "clients=3,method=fedavg")
     assert chosen.out == "smoke: 4 cells made\n"
     none = call("bench", "run", *words, "--budget-minutes", "0")
     assert none.out == "smoke: 0 cells made, 29 left, the same command goes on, 4 not available here\n"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cli.console import Outcome, call, console, snapshot
+from cli.console import call, console, ok, snapshot
 from fedbicross.bundle import audit, keys, pack, sign, unpack
 from fedbicross.context import Context, Task
 from fedbicross.data.cells import load_cells
@@ -46,12 +46,6 @@ def draw_site(folder: Path, seed: int, per_class: int = 12) -> None:
         rows = np.flatnonzero(cells.train.labels == cells.classes.index(label))[:per_class]
         for number, row in enumerate(rows):
             Image.fromarray(cells.train.images[row]).save(folder / label / f"{number:03d}.png")
-
-
-def ok(*args: str | Path) -> Outcome:
-    outcome = call(*args)
-    assert outcome.code == 0, outcome.err
-    return outcome
 
 
 def carry(file: Path, folder: Path) -> Path:

@@ -7,16 +7,15 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import fedbicross
 from cli.console import CONFIG, call, config_file, console, environment, snapshot, write_npz
+from data.downloads import Server, serving
 from fedbicross.data import DATASETS, PARTITIONS
 from fedbicross.methods import method_names
 from fedbicross.models import MODELS
@@ -229,46 +228,12 @@ def test_data_show_grid_that_cannot_be_written(tmp_path: Path) -> None:
     assert outcome.code in (2, 3, 4) and outcome.err.startswith("error[") and outcome.err.count("\n") == 1
 
 
-class Server(ThreadingHTTPServer):
-    """One file on 127.0.0.1; when ``cut`` it stops in the middle."""
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.body, self.cut = body, False
-        self.ranges: list[str | None] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/file.npz"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        asked, body = self.headers.get("Range"), self.server.body
-        self.server.ranges.append(asked)
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        self.send_header("Content-Length", str(len(body) - start))
-        self.end_headers()
-        self.wfile.write(body[start : len(body) // 2] if self.server.cut else body[start:])
-
-
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("no_proxy", "*")
+def server(tmp_path: Path) -> Iterator[Server]:
     source = tmp_path / "source"
     source.mkdir()
-    with Server(write_npz(source / "breastmnist.npz", size=28).read_bytes()) as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    with serving(write_npz(source / "breastmnist.npz", size=28).read_bytes()) as running:
         yield running
-        running.shutdown()
 
 
 def test_data_fetch(server: Server, tmp_path: Path) -> None:
@@ -288,14 +253,14 @@ def test_data_fetch(server: Server, tmp_path: Path) -> None:
 
 
 def test_data_fetch_interrupted_then_resumed(server: Server, tmp_path: Path) -> None:
-    server.cut = True
+    server.mode = "cut"
     args = ("data", "fetch", "breastmnist", "--data-dir", tmp_path / "d", "--url", server.url)
     outcome = call(*args)
     assert (outcome.code, outcome.out) == (3, "")
     assert outcome.err.splitlines()[-1].startswith("error[interrupted]: ") and "again" in outcome.err
     assert "Traceback" not in outcome.err
     assert sorted(snapshot(tmp_path / "d")) == ["breastmnist.npz.part"]
-    server.cut = False
+    server.mode = "good"
     assert call(*args).code == 0
     assert server.ranges == [None, f"bytes={len(server.body) // 2}-"]
     assert (tmp_path / "d" / "breastmnist.npz").read_bytes() == server.body

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cli.console import CONFIG, call, config_file
+from cli.console import CONFIG, call, config_file, ok
 from data.scans import dicom, nifti
 from fedbicross.context import Context
 from fedbicross.data import load_dataset
@@ -36,8 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     text = CONFIG.replace('["local_only", "fedavg"]', METHODS).replace("clients = 3", "clients = 2")
     text = text.replace("train_size = 60", "train_size = 300").replace("alpha = 0.5", "alpha = 50.0")
-    outcome = call("run", config_file(folder, text), "--out", folder / "run")
-    assert outcome.code == 0, outcome.err
+    ok("run", config_file(folder, text), "--out", folder / "run")
     return folder / "run"
 
 
@@ -76,8 +75,7 @@ def test_predictions_of_a_run_s_model(run: Path, images: Path, tmp_path: Path) -
     pixels = read_files(files, model.task)
     found = np.array([[float(row[name]) for name in model.task.classes] for row in rows])
     assert model.temperature != 1 and np.allclose(found, model.probabilities(pixels), atol=2e-6)
-    raw = call(*words[:-1], tmp_path / "raw.csv", "--raw")
-    assert raw.code == 0, raw.err
+    ok(*words[:-1], tmp_path / "raw.csv", "--raw")
     rows = list(csv.DictReader((tmp_path / "raw.csv").read_text().splitlines()))
     found = np.array([[float(row[name]) for name in model.task.classes] for row in rows])
     assert np.allclose(found, replace(model, temperature=1.0).probabilities(pixels), atol=2e-6)
@@ -87,8 +85,7 @@ def test_a_volume_is_answered_slice_by_slice(run: Path, images: Path, tmp_path: 
     client = json.loads((run / "partition.json").read_text())["partitions"]["0"]["clients"][0]
     volume = nifti(tmp_path / "scan.nii.gz", np.random.default_rng(0).normal(100, 20, (16, 16, 12)).astype(np.float32))
     png = next(path for path in images.iterdir() if path.suffix == ".png")
-    outcome = call("predict", png, volume, "--model", run, "--method", "fedavg", "--client", client, "--raw")
-    assert outcome.code == 0, outcome.err
+    outcome = ok("predict", png, volume, "--model", run, "--method", "fedavg", "--client", client, "--raw")
     rows = list(csv.DictReader(outcome.out.splitlines()))
     slices = [header.slice for header in Reader().look(volume)]
     assert len(slices) == 3

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.console import CONFIG, artefacts, call, config_file, console, results, snapshot, timeless, write_npz
+from cli.console import CONFIG, artefacts, call, config_file, console, ok, results, snapshot, timeless, write_npz
 from small import later
 
 FILES = ("config.toml", "partition.json", "events.jsonl", "results.json", "report.html", "tables/results.md")
@@ -91,8 +91,7 @@ def test_baselines_stand_beside_every_method_unless_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_several_seeds_give_a_row_each_and_a_spread(tmp_path: Path) -> None:
-    outcome = call("run", config_file(tmp_path), "--seed", "0", "--seed", "7", "--out", tmp_path / "out")
-    assert outcome.code == 0, outcome.err
+    outcome = ok("run", config_file(tmp_path), "--seed", "0", "--seed", "7", "--out", tmp_path / "out")
     rows = results(tmp_path / "out")["rows"]
     found = sorted((row["method"], row["seed"]) for row in rows)
     assert found == [("fedavg", 0), ("fedavg", 7), ("local_only", 0), ("local_only", 7)]
@@ -101,8 +100,7 @@ def test_several_seeds_give_a_row_each_and_a_spread(tmp_path: Path) -> None:
 
 def test_quick_says_what_it_stands_for(tmp_path: Path) -> None:
     more = ("--set", "data.train_size=60", "--set", "data.test_size=30", "--set", "training.epochs=1")
-    outcome = call("run", config_file(tmp_path), "--quick", *more, "--out", tmp_path / "out", "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = ok("run", config_file(tmp_path), "--quick", *more, "--out", tmp_path / "out", "--json")
     first = outcome.err.splitlines()[0]
     assert first.startswith("quick settings") and "model=resnet8, data.train_size=60, " in first
     assert "training.epochs=1" in first, "what counts in the end, in the words of --set"
@@ -124,8 +122,7 @@ def test_a_run_is_never_replaced_unasked(tmp_path: Path, finished: Path) -> None
 
 def test_an_odd_name_is_printed_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "[/b] [red]ä :smile:"
-    outcome = call("run", config_file(tmp_path), "--methods", "majority", "--out", out)
-    assert outcome.code == 0, outcome.err
+    outcome = ok("run", config_file(tmp_path), "--methods", "majority", "--out", out)
     assert outcome.out.splitlines()[0].startswith(f"{out.name}: accuracy")
 
 
@@ -143,8 +140,7 @@ def test_resume_continues_to_the_same_results(tmp_path: Path, finished: Path) ->
     out = shutil.copytree(finished, tmp_path / "tiny")
     for lost in ("rows", "models", "results.json", "report.html"):
         shutil.rmtree(out / lost) if (out / lost).is_dir() else (out / lost).unlink()
-    outcome = call("resume", out, "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = ok("resume", out, "--json")
     assert timeless(outcome.json()) == timeless(results(finished)) == timeless(results(out))
     assert artefacts(out) == artefacts(finished)
     assert (out / "report.html").is_file()
@@ -158,8 +154,7 @@ def test_report_is_written_anew(tmp_path: Path, finished: Path) -> None:
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
     shutil.rmtree(out / "tables")
-    outcome = call("report", out)
-    assert outcome.code == 0, outcome.err
+    outcome = ok("report", out)
     paths = [Path(line) for line in outcome.out.splitlines()]
     assert out / "report.html" in paths and out / "tables" / "results.csv" in paths
     assert all(path.is_file() for path in paths)
@@ -174,8 +169,7 @@ def test_report_is_written_anew(tmp_path: Path, finished: Path) -> None:
 
 def test_run_by_another_metric(tmp_path: Path) -> None:
     args = ("run", config_file(tmp_path), "--metric", "balanced_accuracy", "--out", tmp_path / "out")
-    outcome = call(*args)
-    assert outcome.code == 0, outcome.err
+    outcome = ok(*args)
     assert "balanced accuracy in %, mean over clients" in outcome.out
     assert re.search(r"\nBeside balanced accuracy, for own patients: accuracy .*\nverdict: ", outcome.out, re.S)
     assert results(tmp_path / "out")["config"]["metric"] == "balanced_accuracy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from fedbicross.data import Dataset
 from fedbicross.errors import FedBiCrossError
+from small import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,20 +44,6 @@ def toy(n=200, n_test=60, classes=4, seed=0, patients=0, sites=0, size=4) -> Dat
     )
 
 
-class raises:
-    """Expect an error with this code and a one-line message."""
-
-    def __init__(self, code: str, match: str = "") -> None:
-        self.code, self.match = code, match
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace) -> bool:
-        assert error is not None, f"nothing was raised; expected {self.code}"
-        if not isinstance(error, FedBiCrossError):
-            return False
-        assert error.code == self.code, f"expected {self.code}, got {error}"
-        assert "\n" not in str(error)
-        assert self.match in str(error), str(error)
-        return True
+def raises(code: str, words: str = ""):
+    """Expect an error with this code whose message, one line, holds these words."""
+    return refuses(FedBiCrossError, code, re.escape(words))

@@ -24,6 +24,7 @@ from fedbicross.errors import ConfigError
 from fedbicross.privacy.accountant import spent
 from fedbicross.privacy.noise import Stream
 from fedbicross.settings import parse
+from small import refuses
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs the extra `dp`")  # slow to import
 
@@ -175,6 +176,5 @@ def test_batches_are_drawn_image_by_image() -> None:
     ],
 )
 def test_what_would_pass_by_the_noise_is_refused(values: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="dp needs") as error:
+    with refuses(ConfigError, "bad_value", "dp needs"):
         parse(Training, {**values, "dp": {"epsilon": 1.0}})
-    assert error.value.code == "bad_value"

@@ -10,9 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,13 @@ from cli.console import (
     config_file,
     console,
     environment,
+    ok,
     results,
     snapshot,
     timeless,
     write_npz,
 )
+from data.downloads import serving
 
 CONFIGURATION, DATA, FOLDER, UPLOAD = 2, 3, 4, 5
 
@@ -367,8 +367,7 @@ def test_resume_writes_garbled_results_again(finished: Path, tmp_path: Path) -> 
     out = shutil.copytree(finished, tmp_path / "tiny")
     (out / "results.json").write_text("{garbled")
     (out / "events.jsonl").write_bytes(b'5\n[]\n\xff\xfe\n{"event": "tr')
-    outcome = call("resume", out)
-    assert outcome.code == 0, outcome.err
+    ok("resume", out)
     assert timeless(results(out)) == timeless(results(finished))
 
 
@@ -412,12 +411,12 @@ def with_small_files(most: int, *words: object) -> Outcome:
     return keep_last_line(Outcome(done.returncode, done.stdout, done.stderr))
 
 
+def full(handle: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_file(tmp_path)
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     refused(tmp_path, FOLDER, "cannot_write", "run", config, "--out", tmp_path / "a" / "b" / "out", words="No space")
     refused(tmp_path, FOLDER, "cannot_write", "run", config, "--out", tmp_path / "out", words="No space")
@@ -472,10 +471,6 @@ def test_a_full_disk_when_the_report_is_written(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = shutil.copytree(finished, tmp_path / "tiny")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     refused(tmp_path, FOLDER, "cannot_write", "report", out, words="No space")
 
@@ -483,26 +478,12 @@ def test_a_full_disk_when_the_report_is_written(
 # --- downloads ----------------------------------------------------------------------------------------------------
 
 
-class Half(BaseHTTPRequestHandler):
-    """Promises a file and hangs up in the middle."""
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "1000")
-        self.end_headers()
-        self.wfile.write(b"x" * 500)
-
-
 @pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("no_proxy", "*")
-    with HTTPServer(("127.0.0.1", 0), Half) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+def half() -> Iterator[str]:
+    """Of a file that is promised and breaks off in the middle."""
+    with serving(b"x" * 1000) as server:
+        server.mode = "cut"
+        yield server.url
 
 
 def test_interrupted_download(half: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 import fedbicross
-from cli.console import CONFIG, ENTRY, artefacts, call, config_file, environment, results, timeless
+from cli.console import CONFIG, ENTRY, artefacts, call, config_file, environment, ok, results, timeless
 from faults.forge import Forge, leftovers
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore
@@ -262,8 +262,7 @@ def test_one_image_one_class_and_a_site_without_training_images(odd_run: OddRun,
             f"{key} = {json.dumps(value)}\n" for key, value in small_settings(name).items()
         )
     args = ("--data", odd_run.manifest, "--partition", "natural", "--out", tmp_path / "again", "--json")
-    again = call("run", config_file(tmp_path, text), *args)
-    assert again.code == 0, again.err
+    again = ok("run", config_file(tmp_path, text), *args)
     assert timeless(again.json()) == timeless({"rows": [row for row in found["rows"] if row["method"] in chosen]})
 
 
@@ -279,8 +278,7 @@ def test_a_client_without_images_takes_no_part(tmp_path: Path) -> None:
     saved["partitions"]["0"] = dataclasses.replace(whole, train_indices=merged, test_owner=owner).to_json()
     (tmp_path / "empty.json").write_text(json.dumps(saved))
     file = f"partition.file={tmp_path / 'empty.json'}"
-    outcome = call("run", config, "--set", file, "--out", tmp_path / "out", "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = ok("run", config, "--set", file, "--out", tmp_path / "out", "--json")
     found = outcome.json()
     assert {row["num_clients"] for row in found["rows"]} == {2}
     assert [client["excluded"] for client in found["clients"]["0"]] == [False, False, True]

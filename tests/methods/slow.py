@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fedbicross import models
 from fedbicross.context import Context
 from fedbicross.messages import Upload
+from small import tiny_context
 
 
 def networks(uploads: Sequence[Upload], ctx: Context) -> list[nn.Module]:
@@ -161,3 +162,11 @@ def assert_same_state(found: Any, expected: Any) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_fuses_as(plain: Any, method: Any, uploads: list[Upload]) -> Any:
+    """Everybody gets the one model that ``plain`` makes by the same settings; returned are its tensors."""
+    replies = method.fuse(uploads, tiny_context())
+    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
+    assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
+    return replies[0].tensors

@@ -7,14 +7,13 @@ from fedbicross.errors import MethodError, UploadError
 from fedbicross.messages import Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import check_needs
-from small import tiny_context
+from small import refuses, tiny_context
 
 
 def test_an_upload_without_what_the_method_needs_is_refused_by_name() -> None:
     upload = Upload("a", tiny_context().task, {"w": torch.ones(1)})
-    with pytest.raises(MethodError, match="'a' did not send") as caught:
+    with refuses(MethodError, "needs_class_counts", "'a' did not send"):
         check_needs(create("ensemble:class_weighted"), [upload])
-    assert caught.value.code == "needs_class_counts"
     check_needs(create("ensemble"), [upload])
 
 
@@ -23,9 +22,8 @@ def test_words_that_a_method_would_not_read_are_refused_whatever_else_it_says(sp
     method = create(spec)
     spoken: dict[str, object] = {key: {} if key == "encoder" else 1 for key in method.extra_keys}
     upload = Upload("a", tiny_context().task, extra={**spoken, "name of the patient": "x"})
-    with pytest.raises(UploadError, match="name of the patient") as caught:
+    with refuses(UploadError, "manifest", "name of the patient"):
         method.check_upload(upload)
-    assert caught.value.code == "manifest"
     method.check_extra(Upload("a", tiny_context().task, extra=spoken))
 
 
@@ -46,9 +44,8 @@ def test_what_methods_on_features_say_must_make_sense() -> None:
         ("fedpft", {"covariance": {"any": "thing"}}, "manifest"),
         ("fedpft", {"encoder": "text"}, "encoder_mismatch"),
     ):
-        with pytest.raises(UploadError) as caught:
+        with refuses(UploadError, code):
             create(spec).check_upload(Upload("a", task, class_counts=[0, 0, 0], extra=extra))
-        assert caught.value.code == code
 
 
 def test_a_variant_that_is_called_like_the_gate_stays_a_variant() -> None:

@@ -71,10 +71,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("variant", "settings"), first_in_check(CASES))
 def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, Any], uploads: list[Upload]) -> None:
-    method = made(variant, **settings)
-    replies = method.fuse(uploads, tiny_context())
-    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
-    slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
+    slow.assert_fuses_as(plain, made(variant, **settings), uploads)
 
 
 @pytest.mark.usefixtures("float64")

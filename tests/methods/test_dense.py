@@ -20,7 +20,7 @@ from fedbicross.methods.dense import generator_loss
 from fedbicross.parts.students import new_student
 from fedbicross.parts.teachers import load_ensemble
 from fedbicross.runs.config import load_config
-from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
+from small import TINY_METHODS, first_in_check, refuses, tiny_clients, tiny_context
 
 SETTINGS = {**TINY_METHODS["dense"], "epochs": 2, "steps": 2, "storage": "fp32", "lr": 0.02}
 
@@ -66,10 +66,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("variant", "settings"), first_in_check(CASES))
 def test_equals_the_algorithm_in_plain_torch(variant: str, settings: dict[str, Any], uploads: list[Upload]) -> None:
-    method = made(variant, **settings)
-    replies = method.fuse(uploads, tiny_context())
-    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
-    slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
+    slow.assert_fuses_as(plain, made(variant, **settings), uploads)
 
 
 @pytest.mark.usefixtures("float64")
@@ -132,9 +129,8 @@ def test_clients_without_batch_normalisation_need_a_term_less(settings: dict[str
     with pytest.raises(MethodError) as checked:
         check_needs(made(), sent)
     assert refused.value.code == checked.value.code == "needs_bn_stats" and "'client-0'" in str(refused.value)
-    with pytest.raises(ConfigError) as early:
+    with refuses(ConfigError, "needs_batchnorm"):
         load_config(flags={"model": "cnn", "methods": ["dense"]})
-    assert early.value.code == "needs_batchnorm"
     load_config(flags={"model": "cnn", "methods": ["dense:no_bn", "dense:authors_code"]})
     check_needs(made(**settings), sent)
     reply = made(**settings).fuse(sent, ctx)[0]

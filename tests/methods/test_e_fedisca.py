@@ -15,15 +15,9 @@ from fedbicross.methods import create
 from fedbicross.methods.e_fedisca import DistillationBatches, MixupBatches
 from fedbicross.steps.noise import structured_noise
 from fedbicross.steps.trajectory import Teacher
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, tiny_context
 
 SETTINGS = {**TINY_METHODS["e_fedisca"], "lr": 0.2}
-
-
-@pytest.fixture(scope="module")
-def uploads() -> list[Upload]:
-    ctx = tiny_context()
-    return [create("e_fedisca").upload(client, ctx) for client in tiny_clients(3)]
 
 
 def kept(images: list[Tensor], losses: list[float], config: Any) -> list[Tensor]:
@@ -80,14 +74,11 @@ SPECS = ["", ":ema", ":synthesis_only", ":noise_only", ":no_adaptation", ":no_sy
 @pytest.mark.parametrize("variant", [SPECS[0], *(pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS[1:])])
 def test_equals_the_algorithm_in_plain_torch(variant: str, uploads: list[Upload]) -> None:
     method = create(f"e_fedisca{variant}", {"e_fedisca": SETTINGS})
-    replies = method.fuse(uploads, tiny_context())
-    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
-    slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
-    if variant:
-        return
-    other = create("e_fedisca", {"e_fedisca": {**SETTINGS, "epochs": 3}})
-    with pytest.raises(AssertionError):  # the comparison is fine enough to notice
-        slow.assert_same_state(replies[0].tensors, plain(other.config, uploads, tiny_context()))
+    found = slow.assert_fuses_as(plain, method, uploads)
+    if not variant:
+        other = create("e_fedisca", {"e_fedisca": {**SETTINGS, "epochs": 3}})
+        with pytest.raises(AssertionError):  # the comparison is fine enough to notice
+            slow.assert_same_state(found, plain(other.config, uploads, tiny_context()))
 
 
 @pytest.mark.usefixtures("float64")

@@ -12,17 +12,9 @@ from fedbicross.federation import pooled, simulate
 from fedbicross.messages import Client, Upload
 from fedbicross.methods import create
 from fedbicross.parts.pooled import features
-from small import tiny_clients, tiny_context
+from small import dealt, refuses, tiny_clients, tiny_context, with_tensor
 
 TINY = {"fedcgs": {"encoder": "tiny"}}
-
-
-def dealt(everyone: Client, owner: np.ndarray) -> list[Client]:
-    return [
-        Client(f"client-{i}", everyone.images[owner == i], everyone.labels[owner == i])
-        for i in range(int(owner.max()) + 1)
-        if (owner == i).any()
-    ]
 
 
 def head(clients: list[Client], ctx: Context, spec: str) -> dict[str, torch.Tensor]:
@@ -107,47 +99,41 @@ def good(ctx: Context) -> Upload:
     return create("fedcgs", TINY).upload(tiny_clients(1)[0], ctx)
 
 
-def broken(upload: Upload, name: str, value: torch.Tensor) -> Upload:
-    return replace(upload, tensors={**upload.tensors, name: value})
-
-
 @pytest.mark.parametrize(
     ("code", "spoil"),
     [
-        ("tensor_names", lambda u: broken(u, "images", torch.zeros(3))),
+        ("tensor_names", lambda u: with_tensor(u, "images", torch.zeros(3))),
         ("tensor_names", lambda u: replace(u, tensors={})),
-        ("tensor_type", lambda u: broken(u, "gram", u.tensors["gram"].float())),
-        ("tensor_type", lambda u: broken(u, "gram", u.tensors["gram"][None])),
-        ("tensor_shape", lambda u: broken(u, "gram", u.tensors["gram"][:-1])),
-        ("tensor_shape", lambda u: broken(u, "class_sums", u.tensors["class_sums"][:2])),
-        ("tensor_shape", lambda u: broken(u, "class_sums", torch.zeros(3, 0, dtype=torch.float64))),
-        ("non_finite", lambda u: broken(u, "class_sums", u.tensors["class_sums"] * float("nan"))),
+        ("tensor_type", lambda u: with_tensor(u, "gram", u.tensors["gram"].float())),
+        ("tensor_type", lambda u: with_tensor(u, "gram", u.tensors["gram"][None])),
+        ("tensor_shape", lambda u: with_tensor(u, "gram", u.tensors["gram"][:-1])),
+        ("tensor_shape", lambda u: with_tensor(u, "class_sums", u.tensors["class_sums"][:2])),
+        ("tensor_shape", lambda u: with_tensor(u, "class_sums", torch.zeros(3, 0, dtype=torch.float64))),
+        ("non_finite", lambda u: with_tensor(u, "class_sums", u.tensors["class_sums"] * float("nan"))),
         ("bad_counts", lambda u: replace(u, class_counts=None)),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2])),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2, -3])),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2, 2.5])),
         ("bad_counts", lambda u: replace(u, class_counts=[1, 2, 10**30])),
         ("bad_statistics", lambda u: replace(u, class_counts=[0, *u.class_counts[1:]])),
-        ("bad_statistics", lambda u: broken(u, "gram", -u.tensors["gram"])),
-        ("bad_statistics", lambda u: broken(u, "class_sums", u.tensors["class_sums"] * 10)),
+        ("bad_statistics", lambda u: with_tensor(u, "gram", -u.tensors["gram"])),
+        ("bad_statistics", lambda u: with_tensor(u, "class_sums", u.tensors["class_sums"] * 10)),
     ],
 )
 def test_what_no_images_could_have_given_is_refused(code: str, spoil) -> None:
     ctx = tiny_context()
     upload = good(ctx)
     create("fedcgs", TINY).check_upload(upload)
-    with pytest.raises(UploadError) as error:
+    with refuses(UploadError, code):
         create("fedcgs", TINY).check_upload(spoil(upload))
-    assert error.value.code == code
 
 
 def test_encoders_are_not_mixed_and_somebody_needs_an_image() -> None:
     ctx = tiny_context()
     upload = good(ctx)
     other = replace(upload, client="other", extra={"encoder": {**upload.extra["encoder"], "digest": "0" * 64}})
-    with pytest.raises(UploadError) as error:
+    with refuses(UploadError, "encoder_mismatch"):
         create("fedcgs", TINY).fuse([upload, other], ctx)
-    assert error.value.code == "encoder_mismatch"
     nothing = replace(
         upload,
         class_counts=[0, 0, 0],

@@ -13,13 +13,6 @@ from fedbicross.messages import Upload
 from fedbicross.methods import create
 from small import TINY_METHODS, first_in_check, tiny_clients, tiny_context
 
-
-@pytest.fixture(scope="module")
-def uploads() -> list[Upload]:
-    ctx = tiny_context()
-    return [create("fedisca").upload(client, ctx) for client in tiny_clients(3)]
-
-
 CASES = [
     ("fedisca", {"epochs": 1}),
     ("fedisca", {"memory": 10, "replays": 2}),
@@ -67,10 +60,7 @@ def plain(config, uploads: list[Upload], ctx: Context) -> dict[str, torch.Tensor
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("spec", "settings"), first_in_check(CASES))
 def test_equals_the_algorithm_in_plain_torch(spec: str, settings: dict, uploads: list[Upload]) -> None:
-    method = small_method(spec, settings)
-    replies = method.fuse(uploads, tiny_context())
-    assert len(replies) == 3 and replies[0] is replies[2], "one model for everyone"
-    slow.assert_same_state(replies[0].tensors, plain(method.config, uploads, tiny_context()))
+    slow.assert_fuses_as(plain, small_method(spec, settings), uploads)
 
 
 @pytest.mark.slow

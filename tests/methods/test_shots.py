@@ -17,7 +17,7 @@ from fedbicross.errors import ConfigError, MethodError
 from fedbicross.federation import records, round_records, simulate
 from fedbicross.messages import Predictor, Reply, Upload
 from fedbicross.methods import create
-from small import TINY_METHODS, Mortal, survive, tiny_clients, tiny_context
+from small import TINY_METHODS, Mortal, refuses, survive, tiny_clients, tiny_context
 
 NAMES = ["fedisca", "e_fedisca"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -150,9 +150,8 @@ def test_refusals(name: str) -> None:
     upload = method.upload(client, ctx)
 
     def refused(code: str, uploads: list[Upload], by: Any = method) -> None:
-        with pytest.raises(MethodError) as caught:
+        with refuses(MethodError, code):
             by.fuse(uploads, ctx)
-        assert caught.value.code == code
 
     def of(shot: Any) -> Upload:
         return Upload(upload.client, upload.task, upload.tensors, extra={"shot": shot})
@@ -163,9 +162,8 @@ def test_refusals(name: str) -> None:
     refused("wrong_shot", [of(2)], shots(name, 1))
     refused("no_student", [of(2)])
     assert shots(name, 2, student_start="fresh").fuse([of(2)], ctx)[0].info["shot"] == 2
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "wrong_shot"):
         method.upload(client, ctx, Reply(upload.tensors, {"shot": "x"}))
-    assert caught.value.code == "wrong_shot"
     with pytest.raises(ConfigError, match=rf"method\.{name}\.shots"):
         shots(name, 0)
     with pytest.raises(ConfigError, match="epochs_shot"):

@@ -7,6 +7,7 @@ import pytest
 
 from fedbicross import models
 from fedbicross.errors import ConfigError
+from small import refuses
 
 
 def test_importing_and_checking_names_needs_no_torch():
@@ -18,9 +19,8 @@ def test_importing_and_checking_names_needs_no_torch():
 
 
 def test_unknown_name_suggests_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'resnet18'") as caught:
+    with refuses(ConfigError, "unknown_model", "did you mean 'resnet18'"):
         models.build("resnet_18", 3, 10, 28)
-    assert caught.value.code == "unknown_model"
 
 
 def test_the_names_of_other_libraries_mean_the_same_models():
@@ -52,9 +52,8 @@ def test_hopeless_name_lists_the_known_ones():
 )
 @pytest.mark.parametrize("function", [models.build, models.forward_flops, models.num_parameters])
 def test_impossible_sizes_are_refused(function, arguments, code):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, code):
         function(*arguments)
-    assert caught.value.code == code
 
 
 def test_descriptions_are_one_line():

@@ -14,7 +14,7 @@ from fedbicross.messages import Client, Predictor
 from fedbicross.parts.class_mix import adapt_prior, calibrated
 from fedbicross.parts.local import own_model
 from fedbicross.steps import prior_shift
-from small import tiny_clients, tiny_context
+from small import refuses, tiny_clients, tiny_context
 
 
 def lopsided(client: Client) -> Client:
@@ -71,9 +71,8 @@ def test_impossible_numbers_are_refused_before_the_student_is_asked() -> None:
     clients, ctx = tiny_clients(1), tiny_context()
     student = own_model(clients[0], ctx, "cross_entropy")
     state = {**student.states[0], "head.weight": torch.full((3, 64), 1e30)}
-    with pytest.raises(UploadError) as caught:
+    with refuses(UploadError, "magnitude"):
         calibrated(clients[0], replace(student, states=(state,)), ctx)
-    assert caught.value.code == "magnitude"
 
 
 @pytest.mark.usefixtures("float64")
@@ -114,13 +113,11 @@ def test_a_model_with_its_class_mix_inside_cannot_be_given_another(made: str) ->
         "a referral": lambda: replace(own_model(clients[0], ctx, "balanced"), referral=torch.tensor([1e4, 1e4, 2.0])),
         "a constant": lambda: Predictor(ctx.task, constant=torch.ones(3) / 3),
     }[made]()
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "no_class_mix"):
         adapt_prior(odd, clients[0].images)
-    assert caught.value.code == "no_class_mix"
 
 
 def test_no_images_tell_no_mix() -> None:
     clients, ctx = tiny_clients(1), tiny_context()
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "no_images"):
         adapt_prior(own_model(clients[0], ctx, "balanced"), clients[0].images[:0])
-    assert caught.value.code == "no_images"

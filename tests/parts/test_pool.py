@@ -24,7 +24,7 @@ from fedbicross.parts.settings import PoolConfig
 from fedbicross.steps.inversion import InversionSettings
 from fedbicross.steps.pool import Pool
 from fedbicross.steps.trajectory import Teacher
-from small import tiny_clients, tiny_context
+from small import refuses, tiny_clients, tiny_context
 
 SETTINGS = InversionSettings(steps=2, batch=8)
 
@@ -175,9 +175,8 @@ def test_a_page_holds_no_more_than_memory_allows_and_no_more_than_is_needed(monk
 
 def test_weights_that_are_no_numbers_are_not_handed_out(networks: Ensemble) -> None:
     ctx = tiny_context()
-    with pytest.raises(MethodError, match="lower its lr") as caught:
+    with refuses(MethodError, "diverged", "lower its lr"):
         module.distil(invert(networks, ctx), teacher(networks), learn(4, lr=1e30), ctx)
-    assert caught.value.code == "diverged"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "constant"])

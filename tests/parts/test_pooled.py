@@ -22,7 +22,7 @@ from fedbicross.parts import gate, heads
 from fedbicross.parts.features import describe
 from fedbicross.parts.settings import HeadConfig
 from fedbicross.steps.gate import Choice
-from small import TINY_METHODS, tiny_clients, tiny_context
+from small import TINY_METHODS, refuses, tiny_clients, tiny_context
 
 SPECS = ["fedcgs", "fedcgs:hierarchy", "fedpft"]
 
@@ -164,29 +164,25 @@ def test_a_stranger_s_reply_is_refused_by_a_stable_code(spec: str, code: str, na
     good = {"weight": torch.zeros(3, 128), "bias": torch.zeros(3), "class_counts": torch.tensor([5, 0, 3])}
     chosen.personalize(client, Reply(good, {"encoder": encoder}), ctx)
     bad = {**good, name: tensor} if tensor is not None else {key: good[key] for key in good.keys() - {name}}
-    with pytest.raises(UploadError) as caught:
+    with refuses(UploadError, code):
         chosen.personalize(client, Reply(bad, {"encoder": encoder}), ctx)
-    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("info", [{}, {"encoder": None}, {"encoder": "tiny"}, {"encoder": {"name": "tiny"}}])
 def test_a_reply_that_names_no_encoder_is_refused(info: dict[str, Any]) -> None:
     reply = Reply({"weight": torch.zeros(3, 128), "bias": torch.zeros(3)}, info)
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "encoder_mismatch"):
         method("fedcgs").personalize(tiny_clients(1)[0], reply, tiny_context())
-    assert caught.value.code == "encoder_mismatch"
 
 
 @pytest.mark.parametrize("spec", ["fedcgs:local_prior", "fedpft:local_prior"])
 def test_a_head_that_has_the_client_s_mix_already_has_no_gate(spec: str) -> None:
-    with pytest.raises(ConfigError, match="class mix") as caught:
+    with refuses(ConfigError, "no_gate", "class mix"):
         create(f"{spec}:personal")
-    assert caught.value.code == "no_gate"
 
 
 def test_heads_on_two_encoders_are_not_mixed() -> None:
     client, ctx = tiny_clients(1)[0], tiny_context()
     own, other = (heads.local_predictor(HeadConfig(encoder="tiny", hierarchy=h), client, ctx) for h in (True, False))
-    with pytest.raises(MethodError, match="encoder") as caught:
+    with refuses(MethodError, "no_gate", "encoder"):
         gate.gated(client, own, other, ctx)
-    assert caught.value.code == "no_gate"

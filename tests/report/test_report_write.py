@@ -10,6 +10,7 @@ import pytest
 from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.report import write_report
 from fedbicross.report.diagnosis import image_uri
+from small import refuses
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (28).to_bytes(4, "big") * 2 + b"rest"
 NAMES = ["report.html", "tables/results.md", "tables/results.csv", "tables/results.tex", "tables/clients.csv"]
@@ -53,17 +54,15 @@ def test_writes_everything_and_again_the_same(run_dir):
 def test_bad_results_are_refused_by_code(tmp_path, content, code):
     if content is not None:
         (tmp_path / "results.json").write_bytes(content)
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, code):
         write_report(tmp_path)
-    assert caught.value.code == code and "\n" not in str(caught.value)
     assert not (tmp_path / "report.html").exists()
 
 
 def test_a_folder_for_a_file(tmp_path):
     (tmp_path / "results.json").mkdir()
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, "results_unreadable"):
         write_report(tmp_path)
-    assert caught.value.code == "results_unreadable"
 
 
 def test_lone_surrogates_can_be_written(run_dir):
@@ -81,9 +80,8 @@ def test_a_failed_write_keeps_the_old_file(run_dir, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match="No space left") as caught:
+    with refuses(RunError, "cannot_write", "No space left"):
         write_report(run_dir)
-    assert caught.value.code == "cannot_write"
     assert (run_dir / "report.html").read_text() == "old"
     assert sorted(entry.name for entry in run_dir.iterdir()) == ["report.html", "results.json"]
 
@@ -120,6 +118,5 @@ def test_a_report_by_another_metric(run_dir):
     write_report(run_dir)
     assert "Results: accuracy under three protocols" in (run_dir / "report.html").read_text()
     assert (run_dir / "tables" / "clients.csv").read_bytes() == stored, "what was measured does not depend on it"
-    with pytest.raises(FedBiCrossError, match="macro_auc") as caught:
+    with refuses(FedBiCrossError, "metric", "macro_auc"):
         write_report(run_dir, "macro_auk")
-    assert caught.value.code == "metric"

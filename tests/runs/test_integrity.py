@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.console import CONFIG, call, config_file
+from cli.console import CONFIG, call, config_file, ok
 from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.runs import integrity, runner
 from fedbicross.runs.store import DiskStore
@@ -22,8 +22,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checked")
     text = CONFIG.replace('["local_only", "fedavg"]', '["local_only", "fedavg:uniform"]')
     config = config_file(folder, text + '[method."fedavg:uniform"]\nrounds = 2\n')
-    outcome = call("run", config, "--out", folder / "run")
-    assert outcome.code == 0, outcome.err
+    ok("run", config, "--out", folder / "run")
     return folder / "run"
 
 

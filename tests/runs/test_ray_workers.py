@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cli.console import artefacts, call, ok
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.runs import ray_workers, runner
 from fedbicross.runs.config import PartitionSettings, RunConfig, load_config
@@ -34,20 +35,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, di
     return config, out, runner.run(config, out)
 
 
-def files(out: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(out)): path.read_bytes()
-        for kind in KINDS
-        for path in (out / kind).rglob("*")
-        if path.is_file()
-    }
-
-
 def check_same(results: dict[str, Any], out: Path, plain: tuple[RunConfig, Path, dict[str, Any]]) -> None:
     _, expected_out, expected = plain
     assert results["rows_sha256"] == expected["rows_sha256"] and results["complete"]
     assert results["training"] == expected["training"] and results["config"] == expected["config"]
-    assert files(out) == files(expected_out)
+    assert artefacts(out, KINDS) == artefacts(expected_out, KINDS)
     assert all(row["seconds"] > 0 for row in results["rows"] if row["method"] != "majority")
     assert not out.with_name(f"{out.name}.parts").exists()
 
@@ -130,7 +122,6 @@ def test_what_cannot_be_spread(
 def test_the_command_line_asks_for_it(
     plain: tuple[RunConfig, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cli.console import call
     from fedbicross.settings import as_toml
 
     config, out = tmp_path / "config.toml", tmp_path / "run"
@@ -138,7 +129,6 @@ def test_the_command_line_asks_for_it(
     monkeypatch.setattr(ray_workers, "_ray", lambda config: ray_workers._local)
     words = ("run", config, "--engine", "ray", "--out", out)
     assert "error[engine]" in call(*words, "--overwrite").err
-    done = call(*words, "--json")
-    assert done.code == 0, done.err
+    done = ok(*words, "--json")
     assert done.json()["rows_sha256"] == plain[2]["rows_sha256"] and (out / "report.html").is_file()
     assert "error[exists]" in call(*words).err

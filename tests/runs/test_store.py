@@ -3,20 +3,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedbicross.errors import RunError
 from fedbicross.runs.store import DiskStore, RunFolder, json_text
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(RunError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return caught.value.code
+from small import code_of
 
 
 def objects(root: Path) -> int:
@@ -98,7 +91,7 @@ def test_a_line_of_the_log_that_was_changed_is_refused(tmp_path: Path) -> None:
         text = log.read_text()
         for changed in (text.replace("1.5", "9.5"), text.replace("fuse", "", 1), "\n" + text, "x" + text):
             log.write_text(changed)
-            assert refused(folder.events) == "damaged"
+            assert code_of(RunError, folder.events) == "damaged"
         log.write_text(text[:-5])
         folder.clean()
         folder.event(event="fuse", seconds=3.5)
@@ -110,19 +103,19 @@ def test_what_was_not_written_is_not_loaded(tmp_path: Path) -> None:
     store.save("rows/a.json", b"{}")
     store.save("rows/b.json", b"[]")
     (tmp_path / "rows/a.json").write_bytes(b"{1}")  # through the hard link
-    assert refused(lambda: store.load("rows/a.json")) == "damaged"
+    assert code_of(RunError, store.load, "rows/a.json") == "damaged"
     store.save("rows/a.json", b"{}")
     assert store.load("rows/a.json") == b"{}", "saved again it is whole again"
     (tmp_path / "rows/a.json").unlink()
     (tmp_path / "rows/b.json").rename(tmp_path / "rows/a.json")
-    assert refused(lambda: DiskStore(tmp_path).load("rows/a.json")) == "damaged"
+    assert code_of(RunError, DiskStore(tmp_path).load, "rows/a.json") == "damaged"
     (tmp_path / "rows/new.json").write_bytes(b"{}")
-    assert refused(lambda: store.load("rows/new.json")) == "damaged"
+    assert code_of(RunError, store.load, "rows/new.json") == "damaged"
     (tmp_path / "rows/new.json").unlink()
     os.mkfifo(tmp_path / "rows/new.json")
-    assert refused(lambda: store.load("rows/new.json")) == "damaged"
+    assert code_of(RunError, store.load, "rows/new.json") == "damaged"
     (tmp_path / "folder").mkdir()
-    assert refused(lambda: store.load("folder")) == "damaged"
+    assert code_of(RunError, store.load, "folder") == "damaged"
 
 
 def test_json_has_a_line_an_entry_and_a_list_of_numbers_on_one() -> None:

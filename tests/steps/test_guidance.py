@@ -10,12 +10,9 @@ from torch import nn
 
 from fedbicross.steps.guidance import best_mixture, ensemble_distribution, guided_loss, teach
 
+from .test_distill import slow_softmax
+
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def slow_softmax(values: list[float], temperature: float) -> list[float]:
-    powers = [math.exp(value / temperature) for value in values]
-    return [power / sum(powers) for power in powers]
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 0.2, 0.3]])

@@ -7,6 +7,7 @@ from fedbicross import models
 from fedbicross.engine.ensemble import Ensemble
 from fedbicross.errors import MethodError
 from fedbicross.steps import teachers
+from small import refuses
 
 SHAPE = (3, 4, 12)
 
@@ -44,9 +45,8 @@ def test_damaged_weights_are_refused_with_client_and_tensor(key, value, code):
     bad = {name: tensor.clone() for name, tensor in state("resnet8").items()}
     name = next(name for name in bad if name.endswith(key))
     bad[name].view(-1)[-1] = value
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, code) as caught:
         teachers.load_teachers(["good", "bad"], ["resnet8"] * 2, [state("resnet8"), bad], SHAPE)
-    assert caught.value.code == code
     assert "'bad'" in str(caught.value) and repr(name) in str(caught.value)
 
 
@@ -65,17 +65,15 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(how):
         bad["secret"] = torch.zeros(1)
     if how == "other classes":
         bad["head.weight"], bad["head.bias"] = torch.zeros(7, 64), torch.zeros(7)
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "wrong_weights") as caught:
         teachers.load_teachers(["mallory"], ["resnet8"], [bad], SHAPE)
-    assert caught.value.code == "wrong_weights"
     assert "'mallory' did not send a resnet8" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_batch_normalisation_is_required_of_every_client():
     ensemble = teachers.load_teachers(["a", "b"], ["resnet8", "cnn"], [state("resnet8"), state("cnn")], SHAPE)
-    with pytest.raises(MethodError) as caught:
+    with refuses(MethodError, "needs_bn_stats") as caught:
         teachers.need_batchnorm(ensemble, ["a", "b"], "fedisca")
-    assert caught.value.code == "needs_bn_stats"
     assert "fedisca" in str(caught.value) and "'b'" in str(caught.value)
     teachers.need_batchnorm(ensemble.subset([0]), ["a"], "fedisca")
 

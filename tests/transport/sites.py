@@ -7,13 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from fedbicross.bundle import keys
-from fedbicross.context import Context
+from fedbicross.context import Context, Progress, Silent
 from fedbicross.messages import Client
+from fedbicross.transport import files
 from fedbicross.transport.federation_file import FederationFile, new_federation
 from small import tiny_clients
 
 NAMES = ("client-0", "client-1", "client-2")
 TRAINING = {"recipe": "modern", "epochs": 1, "batch_size": 8}
+
+
+class Said(Silent):
+    """Progress that remembers what was said and which work was begun."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.begun: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+    def start(self, label: str, total: int) -> Any:
+        self.begun.append(label)
+        return super().start(label, total)
 
 
 @dataclass
@@ -29,6 +45,10 @@ class Sites:
         """The same task, training and seed for ``simulate``."""
         file = self.federation
         return Context(file.task, file.training, seed=file.seed)
+
+    def fuse(self, uploads: Any, work: Path, said: Progress | None = None, **options: Any) -> dict[str, bytes]:
+        """The server's replies."""
+        return files.fuse_uploads(self.federation, uploads, work, self.server_key, said, **options)
 
 
 def make_sites(method: str = "fedavg", names: tuple[str, ...] = NAMES, **settings: Any) -> Sites:

@@ -20,8 +20,8 @@ import torch
 
 from fedbicross import models
 from fedbicross.bundle import audit, keys, sign
-from fedbicross.context import Context, Silent
-from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
+from fedbicross.context import Context
+from fedbicross.errors import ConfigError, MethodError, RunError, UploadError
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
@@ -32,23 +32,8 @@ from fedbicross.transport.federation_file import CountPolicy
 from fedbicross.transport.site import apply_counts
 from fedbicross.transport.verify import counts_agree
 from fedbicross.transport.work import say_warnings
-from small import TINY_METHODS, packed_unchecked
-from transport.sites import NAMES, Sites, make_sites
-
-
-class Said(Silent):
-    """Progress that remembers what was said and which work was begun."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.begun: list[str] = []
-
-    def say(self, message: str) -> None:
-        self.lines.append(message)
-
-    def start(self, label: str, total: int) -> Any:
-        self.begun.append(label)
-        return super().start(label, total)
+from small import TINY_METHODS, code_of, packed_unchecked, refuses
+from transport.sites import NAMES, Said, Sites, make_sites
 
 
 def upload_all(sites: Sites, folder: Path) -> dict[str, bytes]:
@@ -59,17 +44,15 @@ def upload_all(sites: Sites, folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sites, dict[str, bytes]]:
-    """FedAvg's three uploads, made once."""
-    sites = make_sites()
-    return sites, upload_all(sites, tmp_path_factory.mktemp("sites"))
+def sites() -> Sites:
+    """Three sites that agreed on FedAvg."""
+    return make_sites()
 
 
-def code(expected: type[FedBiCrossError], call: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(expected) as caught:
-        call(*args, **options)
-    assert "\n" not in str(caught.value)
-    return caught.value.code
+@pytest.fixture(scope="module")
+def uploads(sites: Sites, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Their uploads, made once."""
+    return upload_all(sites, tmp_path_factory.mktemp("sites"))
 
 
 # --- the same result as a simulation -------------------------------------------------------------------------
@@ -83,7 +66,7 @@ def test_equals_a_simulation_to_the_byte(spec: str, tmp_path: Path) -> None:
     settings = {key: value for key, value in settings.items() if key != "clusters"}
     sites = make_sites(spec, settings=settings, class_counts={"smallest": 0})
     uploads = upload_all(sites, tmp_path)
-    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    replies = sites.fuse(uploads, tmp_path / "server")
     expected = simulate(sites.federation.build(), sites.clients, sites.simulation())
     for client in sites.clients:
         found = files.personalize(sites.federation, client, replies[client.name], tmp_path / client.name)
@@ -91,10 +74,9 @@ def test_equals_a_simulation_to_the_byte(spec: str, tmp_path: Path) -> None:
 
 
 def test_replies_differ_by_their_address_and_are_signed_by_the_server(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+    sites: Sites, uploads: dict[str, bytes], tmp_path: Path
 ) -> None:
-    sites, uploads = trained
-    replies = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    replies = sites.fuse(uploads, tmp_path)
     assert len(set(replies.values())) == 3
     for name, data in replies.items():
         reply = files.open_reply(sites.federation, data, name)
@@ -106,8 +88,7 @@ def test_replies_differ_by_their_address_and_are_signed_by_the_server(
 # --- at the site ---------------------------------------------------------------------------------------------
 
 
-def test_an_upload_is_made_once(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, _ = trained
+def test_an_upload_is_made_once(sites: Sites, tmp_path: Path) -> None:
     said, client = Said(), sites.clients[0]
     make = (sites.federation, client, sites.client_keys[client.name], tmp_path)
     first = files.make_upload(*make, said)
@@ -120,33 +101,29 @@ def test_an_upload_is_made_once(trained: tuple[Sites, dict[str, bytes]], tmp_pat
     assert said.begun == ["training client-0"]
 
 
-def test_a_damaged_copy_is_not_sent(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, _ = trained
+def test_a_damaged_copy_is_not_sent(sites: Sites, tmp_path: Path) -> None:
     client = sites.clients[0]
     make = (sites.federation, client, sites.client_keys[client.name], tmp_path)
     data = bytearray(files.make_upload(*make))
     data[-1] ^= 1
     (tmp_path / "upload.safetensors").unlink()
     (tmp_path / "upload.safetensors").write_bytes(data)
-    assert code(RunError, files.make_upload, *make) == "damaged"
+    assert code_of(RunError, files.make_upload, *make) == "damaged"
 
 
-def test_other_images_another_key_or_another_name_are_refused(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
-) -> None:
-    sites, _ = trained
+def test_other_images_another_key_or_another_name_are_refused(sites: Sites, tmp_path: Path) -> None:
     client, key = sites.clients[0], sites.client_keys["client-0"]
     files.make_upload(sites.federation, client, key, tmp_path / "a")
     changed = Client(client.name, client.images[1:], client.labels[1:])
-    assert code(RunError, files.make_upload, sites.federation, changed, key, tmp_path / "a") == "changed"
+    assert code_of(RunError, files.make_upload, sites.federation, changed, key, tmp_path / "a") == "changed"
     other = sites.client_keys["client-1"]
-    assert code(ConfigError, files.make_upload, sites.federation, client, other, tmp_path / "b") == "wrong_key"
+    assert code_of(ConfigError, files.make_upload, sites.federation, client, other, tmp_path / "b") == "wrong_key"
     stranger = Client("client-9", client.images, client.labels)
-    assert code(ConfigError, files.make_upload, sites.federation, stranger, key, tmp_path / "b") == "not_listed"
+    assert code_of(ConfigError, files.make_upload, sites.federation, stranger, key, tmp_path / "b") == "not_listed"
     small = Client(client.name, client.images[:, :8, :8], client.labels)
-    assert code(ConfigError, files.make_upload, sites.federation, small, key, tmp_path / "b") == "images"
+    assert code_of(ConfigError, files.make_upload, sites.federation, small, key, tmp_path / "b") == "images"
     odd = Client(client.name, client.images, client.labels + 1)
-    assert code(ConfigError, files.make_upload, sites.federation, odd, key, tmp_path / "b") == "labels"
+    assert code_of(ConfigError, files.make_upload, sites.federation, odd, key, tmp_path / "b") == "labels"
     assert not (tmp_path / "b").exists()
 
 
@@ -154,7 +131,7 @@ def test_small_counts_stay_at_the_site(tmp_path: Path) -> None:
     sites = make_sites("ensemble:class_weighted", class_counts={"smallest": 20})
     client, key = sites.clients[0], sites.client_keys["client-0"]
     assert all(0 < count < 20 for count in client.class_counts(3))
-    assert code(MethodError, files.make_upload, sites.federation, client, key, tmp_path) == "small_count"
+    assert code_of(MethodError, files.make_upload, sites.federation, client, key, tmp_path) == "small_count"
     policy = sites.federation.class_counts.model_copy(update={"below": "round_up"})
     rounding = sites.federation.model_copy(update={"class_counts": policy})
     data = files.make_upload(rounding, client, key, tmp_path)
@@ -169,7 +146,7 @@ def test_the_rule_on_counts_holds_for_what_was_made_before_it(tmp_path: Path) ->
     policy = sites.federation.class_counts.model_copy(update={"smallest": 20, "below": "round_up"})
     stricter = sites.federation.model_copy(update={"class_counts": policy})
     assert (stricter.run, stricter.agreement) == (sites.federation.run, sites.federation.agreement)
-    assert code(UploadError, files.verify_upload, stricter, exact) == "small_count"
+    assert code_of(UploadError, files.verify_upload, stricter, exact) == "small_count"
     said = Said()
     again = files.make_upload(stricter, client, key, tmp_path, said)
     assert files.verify_upload(stricter, again).class_counts == [20, 20, 20] and not said.begun
@@ -191,11 +168,10 @@ def test_what_a_method_warns_of_is_said_before_the_file_leaves(tmp_path: Path) -
     assert any(line.startswith("note: clustering=pacfl") and "leak" in line for line in said.lines)
 
 
-def test_the_work_folder_is_for_its_owner_only(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_the_work_folder_is_for_its_owner_only(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        files.fuse_uploads(sites.federation, uploads, tmp_path / "work" / "run" / "server", sites.server_key)
+        sites.fuse(uploads, tmp_path / "work" / "run" / "server")
     finally:
         os.umask(old)
     for folder in ("work", "work/run", "work/run/server"):
@@ -225,13 +201,12 @@ def addressed(sites: Sites, reply: Reply) -> Reply:
     return replace(reply, client="client-0", run_id=file.run, agreement=file.agreement)
 
 
-def test_uploads_for_another_federation(trained: tuple[Sites, dict[str, bytes]]) -> None:
+def test_uploads_for_another_federation(sites: Sites, uploads: dict[str, bytes]) -> None:
     """Signatures, bytes and weights: tests/faults/test_bundle_*.py, through the same door."""
-    sites, uploads = trained
     data, key = uploads["client-0"], sites.client_keys["client-0"]
 
     def refused(given: bytes, federation: Any = sites.federation) -> str:
-        return code(UploadError, files.verify_upload, federation, given)
+        return code_of(UploadError, files.verify_upload, federation, given)
 
     assert refused(data, make_other(sites, run_id="next-run")) == "wrong_run"
     assert refused(data, make_other(sites, seed=6)) == "other_settings"
@@ -239,15 +214,14 @@ def test_uploads_for_another_federation(trained: tuple[Sites, dict[str, bytes]])
     task = sites.federation.task
     assert refused(resigned(sites, data, key, task=replace(task, classes=("a", "b", "c")))) == "task_classes"
     assert refused(resigned(sites, data, key, task=replace(task, model="cnn"))) == "task_model"
-    assert code(MethodError, files.verify_upload, sites.federation, resigned(sites, data, key, num_samples=None))
+    assert code_of(MethodError, files.verify_upload, sites.federation, resigned(sites, data, key, num_samples=None))
 
 
 def make_other(sites: Sites, **changes: Any) -> Any:
     return sites.federation.model_copy(update=changes)
 
 
-def test_one_bad_file_does_not_spoil_the_rest(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_one_bad_file_does_not_spoil_the_rest(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     given: dict[str, Any] = dict(uploads)
     given["junk.bin"] = b"junk"
     (tmp_path / "copy.safetensors").write_bytes(uploads["client-0"])
@@ -262,9 +236,8 @@ def test_one_bad_file_does_not_spoil_the_rest(trained: tuple[Sites, dict[str, by
     assert received.refused["junk.bin"].sha256 and received.refused["gone.safetensors"].sha256 is None
 
 
-def test_what_one_site_writes_cannot_stop_the_others(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+def test_what_one_site_writes_cannot_stop_the_others(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     """Fields that no method asked for, a message longer than a line of the log, a name that no text can hold."""
-    sites, uploads = trained
     key, task = sites.client_keys["client-0"], sites.federation.task
     for number, changes in enumerate(
         ({"extra": {"round": "abc"}}, {"extra": {"x": 1}}, {"task": replace(task, model="\0" * 200_000)})
@@ -273,14 +246,13 @@ def test_what_one_site_writes_cannot_stop_the_others(trained: tuple[Sites, dict[
         given = {**uploads, "client-0": bad, "\udcff\x1b[2J": b"junk"}
         said = Said()
         work = tmp_path / str(number)
-        assert len(files.fuse_uploads(sites.federation, given, work, sites.server_key, said, quorum=2)) == 2
+        assert len(sites.fuse(given, work, said, quorum=2)) == 2
         assert audit.verify(work / files.AUDIT).entries
         assert "\x1b" not in (work / files.AUDIT).read_text(encoding="utf-8")
         assert all(len(line) < 2000 for line in said.lines)
 
 
-def test_two_different_uploads_of_one_site_are_both_refused(trained: tuple[Sites, dict[str, bytes]]) -> None:
-    sites, uploads = trained
+def test_two_different_uploads_of_one_site_are_both_refused(sites: Sites, uploads: dict[str, bytes]) -> None:
     other = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], num_samples=23)
     received = files.receive(sites.federation, {**uploads, "again": other, "third": other})
     assert received.missing == ("client-0",)
@@ -294,10 +266,9 @@ def test_two_different_uploads_of_one_site_are_both_refused(trained: tuple[Sites
 # --- what is signed besides the task -------------------------------------------------------------------------
 
 
-def test_membership_purpose_and_last_day_are_signed(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+def test_membership_purpose_and_last_day_are_signed(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     """The same run id and settings, but other members: whoever signed did not agree to share with them."""
-    sites, uploads = trained
-    reply = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)["client-0"]
+    reply = sites.fuse(uploads, tmp_path)["client-0"]
     stranger = {**sites.federation.clients, "client-3": keys.public_text(keys.generate_key())}
     fewer = {name: sites.federation.clients[name] for name in NAMES[:2]}
     for changes, expected in (
@@ -308,15 +279,10 @@ def test_membership_purpose_and_last_day_are_signed(trained: tuple[Sites, dict[s
     ):
         other = make_other(sites, **changes)
         assert other.run == sites.federation.run
-        assert code(UploadError, files.verify_upload, other, uploads["client-0"]) == expected
-        assert code(UploadError, files.open_reply, other, reply, "client-0") == expected
-    assert (
-        code(UploadError, files.verify_upload, sites.federation, without_agreement(sites, uploads)) == "other_members"
-    )
-
-
-def without_agreement(sites: Sites, uploads: dict[str, bytes]) -> bytes:
-    return resigned(sites, uploads["client-0"], sites.client_keys["client-0"], agreement=None)
+        assert code_of(UploadError, files.verify_upload, other, uploads["client-0"]) == expected
+        assert code_of(UploadError, files.open_reply, other, reply, "client-0") == expected
+    silent = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], agreement=None)
+    assert code_of(UploadError, files.verify_upload, sites.federation, silent) == "other_members"
 
 
 def test_a_new_member_list_is_signed_without_training_again(tmp_path: Path) -> None:
@@ -329,13 +295,12 @@ def test_a_new_member_list_is_signed_without_training_again(tmp_path: Path) -> N
     assert said.begun == ["training client-0"]
 
 
-def test_after_the_last_day_nothing_is_made_or_taken(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_after_the_last_day_nothing_is_made_or_taken(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     over = make_other(sites, expires="2020-02-29")
     client, key = sites.clients[0], sites.client_keys["client-0"]
-    assert code(ConfigError, files.make_upload, over, client, key, tmp_path / "a") == "expired"
-    assert code(ConfigError, files.fuse_uploads, over, uploads, tmp_path / "b", sites.server_key) == "expired"
-    assert code(ConfigError, files.open_reply, over, b"", "client-0") == "expired"
+    assert code_of(ConfigError, files.make_upload, over, client, key, tmp_path / "a") == "expired"
+    assert code_of(ConfigError, files.fuse_uploads, over, uploads, tmp_path / "b", sites.server_key) == "expired"
+    assert code_of(ConfigError, files.open_reply, over, b"", "client-0") == "expired"
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
@@ -375,62 +340,56 @@ def test_a_purpose_and_a_day_that_make_no_sense() -> None:
 # --- damage in work folders ----------------------------------------------------------------------------------
 
 
-def test_a_damaged_fusion_file_is_one_line(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
-    files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+def test_a_damaged_fusion_file_is_one_line(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
+    sites.fuse(uploads, tmp_path)
     kept = tmp_path / "fusion.json"
     whole = kept.read_bytes()
-    again = (files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key)
+    again = (sites.fuse, uploads, tmp_path)
     for damaged in (b"", whole[:20], b"[]", whole.replace(b'"run"', b'"fun"'), b"\xff" * 10, b"[" * 10_000):
         kept.unlink()
         kept.write_bytes(damaged)
-        assert code(RunError, *again) == "damaged"
+        assert code_of(RunError, *again) == "damaged"
         store = DiskStore(tmp_path)
         store.save("fusion.json", damaged)  # with the list of digests changed along
-        assert code(RunError, *again) == "damaged"
+        assert code_of(RunError, *again) == "damaged"
     kept.unlink()
     kept.write_bytes(whole)
-    assert len(files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)) == 3
+    assert len(sites.fuse(uploads, tmp_path)) == 3
 
 
-def test_a_damaged_site_file_is_one_line(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, _ = trained
+def test_a_damaged_site_file_is_one_line(sites: Sites, tmp_path: Path) -> None:
     make = (files.make_upload, sites.federation, sites.clients[0], sites.client_keys["client-0"], tmp_path)
     make[0](*make[1:])
     for damaged in (b"", b"{}", b'{"run": 1}', b"null"):
         DiskStore(tmp_path).save("site.json", damaged)
-        assert code(RunError, *make) == "damaged"
+        assert code_of(RunError, *make) == "damaged"
 
 
-def test_a_damaged_reply_is_not_handed_out(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
-    again = (files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key)
+def test_a_damaged_reply_is_not_handed_out(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
+    again = (sites.fuse, uploads, tmp_path)
     replies = again[0](*again[1:])
     kept = tmp_path / "replies" / "client-1.safetensors"
     flipped = bytearray(replies["client-1"])
     flipped[-1] ^= 1
     kept.write_bytes(flipped)
-    assert code(RunError, *again) == "damaged"
+    assert code_of(RunError, *again) == "damaged"
     DiskStore(tmp_path).save("replies/client-1.safetensors", bytes(flipped))
     with pytest.raises(RunError, match="client-1"):
         again[0](*again[1:])
     DiskStore(tmp_path).save("replies/client-1.safetensors", replies["client-0"])
-    assert code(RunError, *again) == "damaged", "somebody else's"
+    assert code_of(RunError, *again) == "damaged", "somebody else's"
     DiskStore(tmp_path).drop("replies/client-1.safetensors")
     assert again[0](*again[1:]) == replies, "deleted, it is made again"
 
 
-def test_a_key_revoked_after_the_fusion_began_is_named(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
-    files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+def test_a_key_revoked_after_the_fusion_began_is_named(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
+    sites.fuse(uploads, tmp_path)
     revoked = make_other(sites, clients={name: sites.federation.clients[name] for name in NAMES[:2]}, quorum=2)
-    with pytest.raises(RunError, match="client-2") as caught:
+    with refuses(RunError, "members_changed", "client-2"):
         files.fuse_uploads(revoked, {}, tmp_path, sites.server_key)
-    assert caught.value.code == "members_changed"
 
 
-def test_uploads_are_in_memory_once(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_uploads_are_in_memory_once(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     paths = {}
     for name, data in uploads.items():
         paths[name] = tmp_path / f"{name}.safetensors"
@@ -447,74 +406,67 @@ def test_uploads_are_in_memory_once(trained: tuple[Sites, dict[str, bytes]], tmp
 
 
 def test_an_upload_that_changes_after_it_was_verified_is_not_used(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+    sites: Sites, uploads: dict[str, bytes], tmp_path: Path
 ) -> None:
-    sites, uploads = trained
     path = tmp_path / "client-0.safetensors"
     path.write_bytes(uploads["client-0"])
     received = files.receive(sites.federation, {**uploads, "client-0": path})
     path.write_bytes(uploads["client-1"])
     fuse = (files.fuse_received, sites.federation, received, tmp_path / "work", sites.server_key)
-    assert code(UploadError, *fuse) == "changing"
+    assert code_of(UploadError, *fuse) == "changing"
     assert not (tmp_path / "work" / "fusion.json").exists()
 
 
 # --- quorum, late, changed -----------------------------------------------------------------------------------
 
 
-def test_too_few_uploads(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_too_few_uploads(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     one = {"client-0": uploads["client-0"]}
-    with pytest.raises(MethodError, match="missing: client-1, client-2") as caught:
-        files.fuse_uploads(sites.federation, one, tmp_path, sites.server_key)
-    assert caught.value.code == "quorum"
+    with refuses(MethodError, "quorum", "missing: client-1, client-2"):
+        sites.fuse(one, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors")), "nothing is begun"
-    assert code(MethodError, files.fuse_uploads, sites.federation, {}, tmp_path, sites.server_key, quorum=0) == "quorum"
+    assert code_of(MethodError, sites.fuse, {}, tmp_path, quorum=0) == "quorum"
     said = Said()
-    replies = files.fuse_uploads(sites.federation, one, tmp_path, sites.server_key, said, quorum=1)
+    replies = sites.fuse(one, tmp_path, said, quorum=1)
     assert list(replies) == ["client-0"] and "missing: client-1" in said.lines
 
 
-def test_a_late_upload_is_named_and_not_mixed_in(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_a_late_upload_is_named_and_not_mixed_in(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     two = {name: uploads[name] for name in NAMES[:2]}
-    first = files.fuse_uploads(sites.federation, two, tmp_path, sites.server_key, quorum=2)
+    first = sites.fuse(two, tmp_path, quorum=2)
     said = Said()
-    again = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key, said)
+    again = sites.fuse(uploads, tmp_path, said)
     assert again == first
     assert any(line.startswith("late: client-2") for line in said.lines)
-    everybody = files.fuse_uploads(sites.federation, uploads, tmp_path / "anew", sites.server_key)
+    everybody = sites.fuse(uploads, tmp_path / "anew")
     assert list(everybody) == list(NAMES) and everybody["client-0"] != first["client-0"]
 
 
 def test_an_upload_that_changed_after_the_start_is_refused(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
+    sites: Sites, uploads: dict[str, bytes], tmp_path: Path
 ) -> None:
-    sites, uploads = trained
-    first = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+    first = sites.fuse(uploads, tmp_path)
     other = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], num_samples=23)
     changed = {**uploads, "client-0": other}
-    fuse = (files.fuse_uploads, sites.federation, changed, tmp_path, sites.server_key)
-    assert code(RunError, *fuse) == "uploads_changed"
-    assert files.fuse_uploads(sites.federation, {}, tmp_path, sites.server_key) == first, "the copies are kept"
+    fuse = (sites.fuse, changed, tmp_path)
+    assert code_of(RunError, *fuse) == "uploads_changed"
+    assert sites.fuse({}, tmp_path) == first, "the copies are kept"
     kept = tmp_path / "uploads" / "client-1.safetensors"
     kept.unlink()
     kept.write_bytes(b"damaged")
-    assert code(RunError, files.fuse_uploads, sites.federation, {}, tmp_path, sites.server_key) == "damaged"
+    assert code_of(RunError, sites.fuse, {}, tmp_path) == "damaged"
     again = make_other(sites, seed=9)
-    assert code(RunError, files.fuse_uploads, again, {}, tmp_path, sites.server_key) == "changed"
+    assert code_of(RunError, files.fuse_uploads, again, {}, tmp_path, sites.server_key) == "changed"
 
 
-def test_the_server_needs_its_own_key(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_the_server_needs_its_own_key(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     key = sites.client_keys["client-0"]
-    assert code(ConfigError, files.fuse_uploads, sites.federation, uploads, tmp_path / "x", key) == "wrong_key"
+    assert code_of(ConfigError, files.fuse_uploads, sites.federation, uploads, tmp_path / "x", key) == "wrong_key"
     assert not (tmp_path / "x").exists()
 
 
-def test_what_happened_is_in_the_audit_log(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
-    files.fuse_uploads(sites.federation, {**uploads, "junk": b"junk"}, tmp_path, sites.server_key)
+def test_what_happened_is_in_the_audit_log(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
+    sites.fuse({**uploads, "junk": b"junk"}, tmp_path)
     log = tmp_path / files.AUDIT
     lines = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert audit.verify(log).entries == len(lines)
@@ -522,25 +474,23 @@ def test_what_happened_is_in_the_audit_log(trained: tuple[Sites, dict[str, bytes
     assert lines[0]["code"] == "too_short" and len(lines[0]["sha256"]) == 64
 
 
-def test_a_network_that_nobody_trained_is_pointed_out(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
+def test_a_network_that_nobody_trained_is_pointed_out(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     stolen = dict(Upload.unpack(uploads["client-1"]).tensors)
     copy = resigned(sites, uploads["client-0"], sites.client_keys["client-0"], tensors=stolen)
     said = Said()
-    files.fuse_uploads(sites.federation, {**uploads, "client-0": copy}, tmp_path, sites.server_key, said)
+    sites.fuse({**uploads, "client-0": copy}, tmp_path, said)
     assert any("same tensors" in line for line in said.lines)
 
 
 # --- replies -------------------------------------------------------------------------------------------------
 
 
-def test_replies_that_are_not_for_this_site(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
-    sites, uploads = trained
-    replies = files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)
+def test_replies_that_are_not_for_this_site(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
+    replies = sites.fuse(uploads, tmp_path)
     mine = replies["client-0"]
 
     def refused(data: bytes, federation: Any = sites.federation) -> str:
-        return code(UploadError, files.open_reply, federation, data, "client-0")
+        return code_of(UploadError, files.open_reply, federation, data, "client-0")
 
     assert refused(replies["client-1"]) == "wrong_client"
     assert refused(Reply.unpack(mine).pack()) == "unsigned"
@@ -552,24 +502,21 @@ def test_replies_that_are_not_for_this_site(trained: tuple[Sites, dict[str, byte
     flipped = bytearray(mine)
     flipped[-1] ^= 1
     assert refused(bytes(flipped)) == "digest"
-    assert code(ConfigError, files.open_reply, sites.federation, mine, "nobody") == "not_listed"
+    assert code_of(ConfigError, files.open_reply, sites.federation, mine, "nobody") == "not_listed"
 
 
-def test_a_signed_reply_with_nonsense_in_it_is_one_line(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path
-) -> None:
-    sites, _ = trained
+def test_a_signed_reply_with_nonsense_in_it_is_one_line(sites: Sites, tmp_path: Path) -> None:
     client = sites.clients[0]
     for tensors in ({}, {"head.weight": torch.zeros(3, 3)}):
         data = sign(addressed(sites, Reply(tensors, {"rounds_done": 1})).pack(), sites.server_key)
-        found = code(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
+        found = code_of(UploadError, files.personalize, sites.federation, client, data, tmp_path / str(len(tensors)))
         assert found == "missing_tensor"
     infinite = sign(packed_unchecked(addressed(sites, Reply({"x": torch.tensor([torch.inf])}))), sites.server_key)
-    assert code(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
+    assert code_of(UploadError, files.open_reply, sites.federation, infinite, client.name) == "non_finite"
     bicross = make_sites("fedbicross:k2")
     nonsense = sign(addressed(bicross, Reply()).pack(), bicross.server_key)
-    work = tmp_path / "bicross"
-    assert code(UploadError, files.personalize, bicross.federation, bicross.clients[0], nonsense, work) == "bad_reply"
+    with refuses(UploadError, "bad_reply"):
+        files.personalize(bicross.federation, bicross.clients[0], nonsense, tmp_path / "bicross")
 
 
 def forged(sites: Sites, method: str, **changes: torch.Tensor) -> bytes:
@@ -600,7 +547,7 @@ def test_replies_with_impossible_numbers_make_no_model(tmp_path: Path) -> None:
     ):
         reply = forged(sites, sites.federation.method.partition(":")[0], **changes)
         make = (files.personalize, sites.federation, sites.clients[0], reply, tmp_path / str(number))
-        assert code(UploadError, *make) == expected
+        assert code_of(UploadError, *make) == expected
     fine = forged(weighted, "ensemble", class_weights=good)
     files.personalize(weighted.federation, weighted.clients[0], fine, tmp_path / "fine")
     fine = forged(average, "fedavg")
@@ -608,9 +555,8 @@ def test_replies_with_impossible_numbers_make_no_model(tmp_path: Path) -> None:
 
 
 def test_what_a_method_warns_of_at_the_end_is_said(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sites: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sites, _ = trained
     plain = FedAvg.personalize
 
     def warning(self: Any, client: Any, reply: Any, ctx: Any) -> Any:
@@ -623,35 +569,30 @@ def test_what_a_method_warns_of_at_the_end_is_said(
     assert said.lines == ["note: worse than training alone"]
 
 
-def test_a_full_gpu_is_not_blamed_on_the_reply(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sites, _ = trained
+def test_a_full_gpu_is_not_blamed_on_the_reply(sites: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(self: Any, client: Any, reply: Any, ctx: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(FedAvg, "personalize", full)
     make = (files.personalize, sites.federation, sites.clients[0], forged(sites, "fedavg"), tmp_path)
-    assert code(RunError, *make) == "out_of_memory"
+    assert code_of(RunError, *make) == "out_of_memory"
 
 
 # --- kills and locks -----------------------------------------------------------------------------------------
 
 
-def test_only_one_process_at_a_time(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+def test_only_one_process_at_a_time(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     from fedbicross.runs.store import RunFolder
 
-    sites, uploads = trained
     with RunFolder(tmp_path):
-        assert code(RunError, files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key) == "locked"
+        assert code_of(RunError, sites.fuse, uploads, tmp_path) == "locked"
 
 
 def test_a_fusion_that_breaks_off_goes_on(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sites: Sites, uploads: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sites, uploads = trained
-    expected = files.fuse_uploads(sites.federation, uploads, tmp_path / "whole", sites.server_key)
+    expected = sites.fuse(uploads, tmp_path / "whole")
     calls = 0
 
     def counted(self: Any, given: Any, ctx: Any) -> Any:
@@ -664,10 +605,10 @@ def test_a_fusion_that_breaks_off_goes_on(
     original = FedAvg.fuse
     monkeypatch.setattr(FedAvg, "fuse", counted)
     with pytest.raises(KeyboardInterrupt):
-        files.fuse_uploads(sites.federation, uploads, tmp_path / "broken", sites.server_key)
-    again = files.fuse_uploads(sites.federation, {}, tmp_path / "broken", sites.server_key)
+        sites.fuse(uploads, tmp_path / "broken")
+    again = sites.fuse({}, tmp_path / "broken")
     assert again == expected
-    assert files.fuse_uploads(sites.federation, uploads, tmp_path / "broken", sites.server_key) == expected
+    assert sites.fuse(uploads, tmp_path / "broken") == expected
     assert calls == 2, "what is finished is not done again"
 
 
@@ -676,12 +617,7 @@ import sys, torch
 torch.set_num_threads(int(sys.argv[2]))
 from pathlib import Path
 from fedbicross.bundle import keys
-from fedbicross.parts.calibration import calibrate
 from fedbicross.transport import files
-from fedbicross.transport.federation_file import CountPolicy
-from fedbicross.transport.site import apply_counts
-from fedbicross.transport.verify import counts_agree
-from fedbicross.transport.work import say_warnings
 import fedbicross.context as context
 folder = Path(sys.argv[1])
 federation = files.load_federation(folder / "federation.toml")
@@ -703,7 +639,7 @@ def test_a_killed_fusion_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     settings = {key: value for key, value in TINY_METHODS["fedbicross"].items() if key != "clusters"}
     sites = make_sites("fedbicross:k2", settings=settings)
     uploads = upload_all(sites, tmp_path / "sites")
-    expected = files.fuse_uploads(sites.federation, uploads, tmp_path / "whole", sites.server_key)
+    expected = sites.fuse(uploads, tmp_path / "whole")
     (tmp_path / "federation.toml").write_text(files.federation_text(sites.federation))
     keys.save_private_key(tmp_path / "server.key", sites.server_key)
     (tmp_path / "uploads").mkdir()
@@ -715,26 +651,22 @@ def test_a_killed_fusion_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert list((tmp_path / "work" / "stages").rglob("*.safetensors")), "a checkpoint is there"
-    found = files.fuse_uploads(sites.federation, uploads, tmp_path / "work", sites.server_key)
+    found = sites.fuse(uploads, tmp_path / "work")
     assert found == expected
 
 
 def test_a_full_disk_is_one_line(
-    trained: tuple[Sites, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sites: Sites, uploads: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fedbicross.runs.store import DiskStore
-
-    sites, uploads = trained
 
     def full(self: Any, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "save", full)
-        assert (
-            code(RunError, files.fuse_uploads, sites.federation, uploads, tmp_path, sites.server_key) == "cannot_write"
-        )
-    assert len(files.fuse_uploads(sites.federation, uploads, tmp_path, sites.server_key)) == 3
+        assert code_of(RunError, sites.fuse, uploads, tmp_path) == "cannot_write"
+    assert len(sites.fuse(uploads, tmp_path)) == 3
 
 
 def test_the_server_side_cannot_reach_images() -> None:
@@ -760,7 +692,7 @@ def test_a_new_key_signs_again_without_training(tmp_path: Path) -> None:
     data = files.make_upload(changed, client, new, tmp_path, said)
     assert data != old and not said.begun
     assert files.verify_upload(changed, data).client == client.name
-    assert code(UploadError, files.verify_upload, changed, old) == "unknown_key"
+    assert code_of(UploadError, files.verify_upload, changed, old) == "unknown_key"
 
 
 def test_a_site_is_told_only_what_it_can_change(tmp_path: Path) -> None:
@@ -775,10 +707,9 @@ def test_a_site_is_told_only_what_it_can_change(tmp_path: Path) -> None:
     assert said.lines[3:] == [f"note: {text}" for text in found]
 
 
-def test_both_models_of_a_site(trained: tuple[Sites, dict[str, bytes]], tmp_path: Path) -> None:
+def test_both_models_of_a_site(sites: Sites, uploads: dict[str, bytes], tmp_path: Path) -> None:
     """The federated one as ``personalize`` gives it, the other as the site would have it alone."""
-    sites, uploads = trained
-    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    replies = sites.fuse(uploads, tmp_path / "server")
     client = sites.clients[0]
     made = files.both_models(sites.federation, client, replies[client.name], tmp_path / "site")
     plain = files.personalize(sites.federation, client, replies[client.name], tmp_path / "site")
@@ -792,7 +723,7 @@ def test_both_models_are_calibrated_on_the_same_images(tmp_path: Path) -> None:
     large = [replace(c, images=np.repeat(c.images, 6, 0), labels=np.repeat(c.labels, 6)) for c in sites.clients]
     sites = replace(sites, clients=large)
     uploads = upload_all(sites, tmp_path)
-    replies = files.fuse_uploads(sites.federation, uploads, tmp_path / "server", sites.server_key)
+    replies = sites.fuse(uploads, tmp_path / "server")
     client, ctx = large[0], sites.simulation()
     rows = ctx.validation_rows(client)
     made = files.both_models(sites.federation, client, replies[client.name], tmp_path / client.name)

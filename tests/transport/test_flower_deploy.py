@@ -33,6 +33,7 @@ from fedbicross.transport.flower.settings import (
     site_settings,
 )
 from imports import SOURCE, modules_of, reachable
+from small import refuses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -121,9 +122,8 @@ def test_what_is_missing_is_said_before_anything_starts(ready: Ready, change: di
     places = ready.site
     if "key" in given:
         places = places.model_copy(update={"key": str(ready.folder / given.pop("key"))})
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, code):
         deploy.supernode(places, "localhost:1", say=silent, **given)
-    assert caught.value.code == code
 
 
 def test_paths_are_made_absolute_and_relative_ones_refused() -> None:
@@ -140,9 +140,8 @@ def test_a_superlink_started_otherwise_is_told_how(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_command_of_flowers_that_fails_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, "flower_command") as caught:
         deploy.call(["flwr", "ls", "nowhere"], tmp_path)
-    assert caught.value.code == "flower_command"
     assert "\n" not in str(caught.value)
 
 
@@ -165,9 +164,8 @@ def test_certificates_outside_of_their_dates_do_not_start(ready: Ready, days: in
         assert len(said) == (days > 795)
         assert all(f"expires on {end - datetime.timedelta(hours=1):%Y-%m-%d}" in line for line in said)
         return
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, code):
         certificates.check_dates(file, said.append, now)
-    assert caught.value.code == code
 
 
 def test_neither_server_nor_site_starts_with_an_expired_certificate(tmp_path: Path) -> None:
@@ -178,9 +176,8 @@ def test_neither_server_nor_site_starts_with_an_expired_certificate(tmp_path: Pa
     with deploy.listen("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match=f"{yesterday:%Y-%m-%d}") as caught:
         deploy.superlink(old.server, tmp_path / "certificates", listener, 1 << 20, silent)
     assert caught.value.code == "certificate_expired"
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "certificate_expired"):
         deploy.supernode(old.site, "localhost:1", tmp_path / "certificates/ca.crt", tmp_path / "node.key", silent)
-    assert caught.value.code == "certificate_expired"
     (tmp_path / "broken.crt").write_text("no certificate")
     with pytest.raises(ConfigError, match="no certificate"):
         certificates.check_dates(tmp_path / "broken.crt", silent)
@@ -197,9 +194,8 @@ def connect(ready: Ready) -> None:
 
 def test_a_run_without_a_superlink_says_so(ready: Ready) -> None:
     connect(ready)
-    with pytest.raises(RunError, match="is `fedbicross flower up` running") as caught:
+    with refuses(RunError, "flower_command", "is `fedbicross flower up` running"):
         deploy.run(ready.folder / "work", Waiting(), silent)
-    assert caught.value.code == "flower_command"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +203,8 @@ def test_a_run_without_a_superlink_says_so(ready: Ready) -> None:
 )
 def test_an_answer_of_flowers_that_is_no_yes(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(deploy, "call", lambda words, home: said)
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, "flower_command"):
         deploy.ask(["flwr", "run"], tmp_path)
-    assert caught.value.code == "flower_command"
 
 
 class Flower:
@@ -251,9 +246,8 @@ def test_a_run_that_failed_is_an_error(
 ) -> None:
     flower = Flower(ready, ends, **summary)
     monkeypatch.setattr(deploy, "_run_once", flower.run_once)
-    with pytest.raises(RunError) as caught:
+    with refuses(RunError, "flower_run") as caught:
         deploy.run(ready.folder / "work", Waiting(), silent)
-    assert caught.value.code == "flower_run"
     assert summary.get("error", "finished") in str(caught.value)
     assert flower.begun == begun
 
@@ -450,9 +444,8 @@ def test_the_version_is_stated_and_checked(monkeypatch: pytest.MonkeyPatch) -> N
     assert require_flower().startswith("1.4")
     for version in ("1.40.9", "1.43.0", "2.0.0", "0.19"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
-        with pytest.raises(ConfigError, match=r"pip install 'fedbicross\[flower\]'") as caught:
+        with refuses(ConfigError, "flower_version", r"pip install 'fedbicross\[flower\]'"):
             require_flower()
-        assert caught.value.code == "flower_version"
     for version in (TESTED, "1.42.1"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         assert require_flower() == version

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from fedbicross.transport.flower import gate
 from fedbicross.transport.flower.certificates import make_certificates
 from fedbicross.transport.flower.deploy import free_port
+from transport.test_flower_gate import listening
 
 CONFIG = Path(__file__).parents[2] / "examples" / "flower" / "nginx.conf"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -78,11 +79,6 @@ class Door:
         finally:
             process.terminate()
             process.wait(60)
-
-
-def listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,8 @@ from fedbicross.messages import Client, Upload
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.runs.store import DiskStore
 from fedbicross.transport import files, site_audit
-from small import tiny_clients
-from transport.sites import Sites, everything, make_sites
-from transport.test_files import Said
+from small import refuses, tiny_clients
+from transport.sites import Said, Sites, everything, make_sites
 
 EFFORT: dict[str, Any] = {"shadows": 4, "images": 20, "canaries": 20, "inverted": 4, "steps": 2}
 FINE = Policy(audit=AuditRule(effort=EFFORT, max_auc=1.0))
@@ -122,11 +121,10 @@ def test_a_stricter_policy_takes_back_what_was_made_before(sites: Sites, tmp_pat
 
 def test_a_required_audit_needs_images(sites: Sites, tmp_path: Path) -> None:
     client = sites.clients[0]
-    with pytest.raises(PolicyError) as caught:
+    with refuses(PolicyError, "policy_audit"):
         files.make_upload(
             sites.federation, client, sites.client_keys[client.name], tmp_path / "work", device="cpu", policy=FINE
         )
-    assert caught.value.code == "policy_audit"
     assert not (tmp_path / "work" / files.SENT).exists()
 
 
@@ -155,9 +153,8 @@ def test_rules_on_methods_are_in_the_statement_too(sites: Sites, tmp_path: Path)
 
 def test_another_sites_file_is_refused(sites: Sites, tmp_path: Path) -> None:
     data = make(sites, tmp_path / "work", None)
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "wrong_site"):
         audit(sites, data, tmp_path / "other", who=1)
-    assert caught.value.code == "wrong_site"
     with pytest.raises(UploadError):
         audit(sites, data[:-1] + bytes([data[-1] ^ 1]), tmp_path / "work")
 

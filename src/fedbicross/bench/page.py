@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedbicross.bench import charts
@@ -28,6 +27,7 @@ from fedbicross.bench.table import (
     published_for,
     published_text,
 )
+from fedbicross.report import html
 from fedbicross.report.text import Stat, count, duration, percent_sd, size
 
 SIGNIFICANT = 0.05
@@ -41,16 +41,9 @@ def render(
     to: Path | None = None,
 ) -> str:
     """``out`` holds the cells, ``to`` is where the page will lie: links lead from there to the raw files."""
-    loaders = [PackageLoader("fedbicross.bench", "templates"), PackageLoader("fedbicross.report", "templates")]
-    environment = Environment(
-        loader=ChoiceLoader(loaders),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    templates = html.environment("fedbicross.bench", "fedbicross.report")
     start = Path() if to is None else to.parent
-    return environment.get_template("bench.html.j2").render(_context(suites, groups, published, out, start)) + "\n"
+    return templates.get_template("bench.html.j2").render(_context(suites, groups, published, out, start)) + "\n"
 
 
 def _context(

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from fedbicross.bench.suite import Cell
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Progress, Silent, Store
 from fedbicross.engine.device import resolve_device
-from fedbicross.engine.workers import QUIET, import_ray
+from fedbicross.engine.workers import QUIET, as_finished, import_ray
 from fedbicross.errors import FedBiCrossError, RunError
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, check, merge
@@ -412,26 +412,20 @@ def _busy(base: Path) -> bool:
 
 
 def run_in_processes(
-    cells: Sequence[Cell],
-    out: Path,
-    data_dir: Path | None = None,
-    *,
-    workers: int,
-    suite: Sequence[Cell] | None = None,
-    progress: Progress | None = None,
-    minutes: float | None = None,
-    keep_work: bool = False,
+    cells: Sequence[Cell], out: Path, *given: Any, workers: int, progress: Progress | None = None, **options: Any
 ) -> Outcome:
     """``run`` in several processes of this machine, which share its GPU; they end with this one, even if it is killed.
 
     If one dies, say for want of memory, the others make what it leaves.
     """
-    arguments = (list(cells), out.resolve(), data_dir, list(suite or cells), minutes, keep_work)
+    arguments = (cells, out.resolve(), *given)
     outcomes: list[Outcome] = []
     with contextlib.ExitStack() as opened:
         # A pool each: the death of a process breaks all of its pool.
         pools = [ProcessPoolExecutor(1, get_context("spawn"), _end_with_parent) for _ in range(workers)]
-        futures = [opened.enter_context(pool).submit(_worker, *arguments, i + 1) for i, pool in enumerate(pools)]
+        futures = [
+            opened.enter_context(pool).submit(_worker, i, *arguments, **options) for i, pool in enumerate(pools, 1)
+        ]
         for future in as_completed(futures):
             try:
                 outcomes.append(future.result())
@@ -468,14 +462,7 @@ class Numbered(Silent):
 
 
 def run_on_ray(
-    cells: Sequence[Cell],
-    out: Path,
-    data_dir: Path | None = None,
-    *,
-    suite: Sequence[Cell] | None = None,
-    progress: Progress | None = None,
-    minutes: float | None = None,
-    keep_work: bool = False,
+    cells: Sequence[Cell], out: Path, *given: Any, progress: Progress | None = None, **options: Any
 ) -> Outcome:
     """``run`` in as many Ray workers as there are GPUs, or CPUs; all must see ``out`` and the data under one path."""
     ray = import_ray()
@@ -486,10 +473,9 @@ def run_on_ray(
     have = ray.cluster_resources()
     count = int(have.get("GPU", 0)) if gpus else int(have.get("CPU", 1)) // (config.threads or 1)
     task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_worker)
-    arguments = (list(cells), out.resolve(), data_dir, list(suite or cells), minutes, keep_work)
-    waiting = [task.remote(*arguments) for _ in range(max(1, count))]
+    waiting = [task.remote(None, cells, out.resolve(), *given, **options) for _ in range(max(1, count))]
     outcomes: list[Outcome] = []
-    for outcome in _finished(ray, waiting):
+    for outcome in as_finished(ray, waiting):
         outcomes.append(outcome)
         _tell(outcome, progress)
     return _together(outcomes, cells, out)
@@ -509,24 +495,5 @@ def _together(outcomes: Sequence[Outcome], cells: Sequence[Cell], out: Path) -> 
     return Outcome(made, failed, outcomes[0].unavailable, still)
 
 
-def _finished(ray: Any, waiting: list[Any]) -> Iterator[Outcome]:
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        try:
-            yield from ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise (cause if isinstance(cause, Exception) else error) from None
-
-
-def _worker(
-    cells: list[Cell],
-    out: Path,
-    data_dir: Path | None,
-    suite: list[Cell],
-    minutes: float | None,
-    keep_work: bool,
-    number: int | None = None,
-) -> Outcome:
-    progress = None if number is None else Numbered(number)
-    return run(cells, out, data_dir, suite=suite, progress=progress, minutes=minutes, keep_work=keep_work)
+def _worker(number: int | None, *given: Any, **options: Any) -> Outcome:
+    return run(*given, progress=None if number is None else Numbered(number), **options)

@@ -9,20 +9,6 @@ import typer
 
 from fedbicross import bundle, disclosure, runs, transport
 from fedbicross.cli import common, site
-from fedbicross.cli.common import (
-    FEDERATION,
-    WORK,
-    DeviceOption,
-    FederationOption,
-    JsonOption,
-    PolicyOption,
-    ThreadsOption,
-    WorkOption,
-    check_new,
-    print_table,
-    set_threads,
-    write_new,
-)
 from fedbicross.cli.show import print_json, progress
 from fedbicross.errors import PolicyError
 
@@ -34,19 +20,19 @@ def upload(
     file: Annotated[Path, typer.Argument(help="the upload, before it is sent")],
     data: Annotated[str, typer.Option(help="the same images as in `client train`")],
     key: Annotated[Path, typer.Option(help="the site's private key, which signs the statement")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     out: Annotated[Path | None, typer.Option(help="the statement (default: beside the upload, .audit.json)")] = None,
-    policy: PolicyOption = None,
+    policy: common.PolicyOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="minutes on two cores: a weaker attacker")] = False,
     shadows: Annotated[int | None, typer.Option(min=4, help="shadow networks, an even number")] = None,
     images: Annotated[int | None, typer.Option(min=20, help="of each kind, at most")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="of a shadow's training, at most")] = None,
     canaries: Annotated[int | None, typer.Option(min=20, help="images with wrong labels")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="of the inversion")] = None,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
+    json: common.JsonOption = False,
 ) -> None:
     """At a site: attack its own upload, and write a signed statement of what was found."""
     given = {"shadows": shadows, "images": images, "epochs": epochs, "canaries": canaries, "steps": steps}
@@ -59,9 +45,9 @@ def upload(
     transport.files.verify_upload(agreed, sent)
     target = out or file.with_suffix(".audit.json")
     page = target.with_suffix(".html")
-    check_new(target)
-    check_new(page)
-    set_threads(threads)
+    common.check_new(target)
+    common.check_new(page)
+    common.set_threads(threads)
     here = site.Site(agreed, who, data, work, device)
     client, held_out, names = here.load_named()
     with progress() as shown:
@@ -77,8 +63,8 @@ def upload(
             trying=trying,
             policy=rules,
         )
-    write_new(page, done.html)
-    write_new(target, done.json)
+    common.write_new(page, done.html)
+    common.write_new(target, done.json)
     lying = here.folder / f"{transport.site_audit.place(sent)}-private.json"
     if json:
         print_json({"path": str(target), "page": str(page), "private": str(lying), **done.body})
@@ -94,7 +80,7 @@ def upload(
 def _print(done: transport.files.Audited, file: str) -> None:
     rows = disclosure.statement.rows(done.body["found"])
     if rows:
-        print_table(file, ("measure", "value (95 % interval)", "if nothing leaks"), rows)
+        common.print_table(file, ("measure", "value (95 % interval)", "if nothing leaks"), rows)
     for line in done.body["not_covered"]:
         print(f"not covered: {line}")
     if not done.body["images"]["made_here"]:
@@ -104,13 +90,13 @@ def _print(done: transport.files.Audited, file: str) -> None:
 @app.command()
 def verify(
     statement: Annotated[Path, typer.Argument(help="the statement, .json")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     key: Annotated[
         str | None, typer.Option(help="NAME=KEY of the site, in place of a federation file; KEY may be a .pub file")
     ] = None,
     file: Annotated[Path | None, typer.Option("--upload", help="the upload that it should be about")] = None,
     page: Annotated[Path | None, typer.Option(help="its page (default: the .html beside it, if there)")] = None,
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Check who signed a statement, and that page and upload are the ones that it was made for."""
     limits = bundle.Limits(max_bytes=disclosure.statement.MAX_BYTES)

@@ -11,23 +11,6 @@ import typer
 
 from fedbicross import bundle, deploy, disclosure, engine, parts, privacy, transport
 from fedbicross.cli import common, describe_bundle, join, models, page, site
-from fedbicross.cli.common import (
-    FEDERATION,
-    WORK,
-    AcceptOption,
-    DeviceOption,
-    FederationOption,
-    JsonOption,
-    PolicyOption,
-    ThreadsOption,
-    WorkOption,
-    check_new,
-    print_table,
-    set_threads,
-    site_name,
-    site_work,
-    write_new,
-)
 from fedbicross.cli.models import AdaptOption
 from fedbicross.cli.show import print_json
 from fedbicross.errors import DataError
@@ -46,7 +29,7 @@ class Which(StrEnum):
 @app.command()
 def keygen(
     out: Annotated[Path, typer.Option(help="file of the private key; the public one gets the ending .pub")],
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Make the site's key pair."""
     common.keygen(out, json)
@@ -56,15 +39,15 @@ def keygen(
 def train(
     data: Annotated[str, typer.Option(help="folder of class folders, CSV manifest or .npz file")],
     key: Annotated[Path, typer.Option(help="the site's private key")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     name: Annotated[str | None, typer.Option(help="the site's name (default: whose key this is)")] = None,
     out: Annotated[Path | None, typer.Option(help="the file to send (default: <name>.safetensors)")] = None,
-    accept: AcceptOption = None,
-    policy: PolicyOption = None,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
+    accept: common.AcceptOption = None,
+    policy: common.PolicyOption = None,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
+    json: common.JsonOption = False,
 ) -> None:
     """Train on the site's own images and write the one file that leaves, if the site's policy lets it."""
     agreed = transport.files.load_federation(federation)
@@ -73,11 +56,11 @@ def train(
     who = name or common.owner(agreed, private, key)
     transport.files.check_key(agreed, who, private)
     target = out or Path(f"{transport.files.file_name(who)}.safetensors")
-    kept = site_work(work, agreed, who) / transport.files.SENT
-    check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
-    set_threads(threads)
+    kept = common.site_work(work, agreed, who) / transport.files.SENT
+    common.check_new(target, kept.read_bytes() if kept.is_file() else None)  # before hours of training, not after
+    common.set_threads(threads)
     sent = site.train(site.Site(agreed, who, data, work, device), private, accept or [], rules)
-    write_new(target, sent)
+    common.write_new(target, sent)
     if json:
         print_json({"path": str(target), "client": who, "run": agreed.run, **describe_bundle.facts(sent)})
         return
@@ -91,26 +74,26 @@ def train(
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="an upload or a reply")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Say in words what exactly a file holds; nothing in it is used."""
     data = bundle.read_file(file)
     header = bundle.inspect(data, bundle.REPLY)
     describe_bundle.check_readable(header)
-    there = federation.is_file() or federation != FEDERATION
+    there = federation.is_file() or federation != common.FEDERATION
     agreed = transport.files.load_federation(federation) if there else None
     if json:
         print_json(describe_bundle.as_json(data, header, agreed))
         return
-    print_table(str(file), ("what", "content"), describe_bundle.words(data, header, agreed))
+    common.print_table(str(file), ("what", "content"), describe_bundle.words(data, header, agreed))
     if tensors:
         rows = [
             (name, info.dtype, describe_bundle.shape_text(info.shape), f"{info.end - info.start:,}")
             for name, info in header.tensors.items()
         ]
-        print_table("tensors", ("name", "type", "shape", "bytes"), rows)
+        common.print_table("tensors", ("name", "type", "shape", "bytes"), rows)
 
 
 @app.command()
@@ -118,23 +101,23 @@ def personalize(
     reply: Annotated[Path, typer.Option(help="the server's reply to this site")],
     data: Annotated[str, typer.Option(help="the same images as in `client train`")],
     out: Annotated[Path, typer.Option(help="folder of the final model")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     name: Annotated[str | None, typer.Option(help="the site's name (default: the one that trained here)")] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="also write model.onnx (needs the extra `onnx`)")] = False,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
+    json: common.JsonOption = False,
 ) -> None:
     """Make the site's final model from the server's reply, and test it on the images that were held out."""
     agreed = transport.files.load_federation(federation)
-    who = site_name(agreed, work, name)
+    who = common.site_name(agreed, work, name)
     received = bundle.read_file(reply)
     transport.files.open_reply(agreed, received, who)
     done = deploy.folder.written_before(out, received, who, onnx)
     if done is None:
         deploy.folder.check_absent(out)
-        set_threads(threads)
+        common.set_threads(threads)
         scores = site.finish(site.Site(agreed, who, data, work, device), received, out, onnx)
     else:
         scores = {key: done[key] for key in ("test", "alone", "comparison")}
@@ -147,7 +130,7 @@ def personalize(
 
 
 @app.command("privacy")
-def privacy_of_site(work: WorkOption = WORK, json: JsonOption = False) -> None:
+def privacy_of_site(work: common.WorkOption = common.WORK, json: common.JsonOption = False) -> None:
     """Everything that this site ever sent, and the differential privacy of all of it together."""
     entries = privacy.ledger.read(work / privacy.ledger.NAME)
     total = privacy.ledger.total(entries)
@@ -159,7 +142,7 @@ def privacy_of_site(work: WorkOption = WORK, json: JsonOption = False) -> None:
         for entry in entries
     ]
     if rows:
-        print_table("what this site sent", ("when (UTC)", "run", "as", "method", "differential privacy"), rows)
+        common.print_table("what this site sent", ("when (UTC)", "run", "as", "method", "differential privacy"), rows)
     print(f"all together: {total.words}")
 
 
@@ -176,9 +159,9 @@ def evaluate(
         Which.held_out
     ),
     adapt_prior: AdaptOption = False,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
-    json: JsonOption = False,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
+    json: common.JsonOption = False,
 ) -> None:
     """Accuracy, balanced accuracy, AUC, F1 and calibration of both models of a site, and which one to keep."""
     predictor = deploy.folder.load_model(model)
@@ -192,7 +175,7 @@ def evaluate(
     if not len(labels):
         raise DataError("empty", f"{data} holds no images that were held out; --which all scores every image")
     used = engine.device.resolve_device(device)
-    set_threads(threads)
+    common.set_threads(threads)
     if adapt_prior:
         predictor = parts.class_mix.adapt_prior(predictor, images, used)
     answers = predictor.probabilities(images, used)

@@ -8,16 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbicross import disclosure
-from fedbicross.cli.common import (
-    FEDERATION,
-    WORK,
-    AcceptOption,
-    DeviceOption,
-    FederationOption,
-    JsonOption,
-    PolicyOption,
-    WorkOption,
-)
+from fedbicross.cli import common
 from fedbicross.cli.show import print_json
 from fedbicross.errors import RunError
 from fedbicross.transport import flower
@@ -51,12 +42,12 @@ def node_key(
 @app.command()
 def up(
     key: Annotated[Path, typer.Option(help="the server's private key, which signs the replies")],
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     certificates: Annotated[Path, typer.Option(help="folder made by `flower certificates`")] = Path("certificates"),
-    work: WorkOption = WORK,
+    work: common.WorkOption = common.WORK,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the only port that sites need to reach")] = 8000,
-    device: DeviceOption = "auto",
+    device: common.DeviceOption = "auto",
     node_megabytes: Annotated[
         int, typer.Option(min=1, help="most that one site's node may bring in one run; more is refused unread")
     ] = 256,
@@ -73,7 +64,7 @@ def up(
 def admit(
     public_key: Annotated[Path, typer.Argument(help="a site's node key (.pub)")],
     name: Annotated[str, typer.Option(help="the site's name in the federation file")],
-    work: WorkOption = WORK,
+    work: common.WorkOption = common.WORK,
 ) -> None:
     """At the server: let a site's node in."""
     flower.deploy.register(work, public_key, name)
@@ -87,11 +78,11 @@ def join(
     data: Annotated[Path, typer.Option(help="the site's images: folder, CSV manifest or .npz")],
     ca: Annotated[Path, typer.Option(help="ca.crt of the server")] = Path("ca.crt"),
     node_key: Annotated[Path, typer.Option(help="key made by `flower node-key`")] = Path("node.key"),
-    federation: FederationOption = FEDERATION,
-    accept: AcceptOption = None,
-    policy: PolicyOption = None,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
+    federation: common.FederationOption = common.FEDERATION,
+    accept: common.AcceptOption = None,
+    policy: common.PolicyOption = None,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
 ) -> None:
     """At a site: start the SuperNode and stay; it answers when the server asks."""
     rules = policy or (disclosure.policy.FILE if disclosure.policy.policy_here(policy) else None)
@@ -107,10 +98,10 @@ def join(
 
 @app.command()
 def run(
-    work: WorkOption = WORK,
+    work: common.WorkOption = common.WORK,
     deadline_hours: Annotated[float, typer.Option(help="the run ends after this, whoever is missing")] = 72.0,
     grace_hours: Annotated[float, typer.Option(help="with the quorum there: how long the rest is waited for")] = 24.0,
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
     hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}

@@ -15,17 +15,6 @@ import typer
 
 from fedbicross import bundle, deploy, disclosure, transport
 from fedbicross.cli import common, describe_bundle, page, site
-from fedbicross.cli.common import (
-    WORK,
-    AcceptOption,
-    DeviceOption,
-    PolicyOption,
-    ThreadsOption,
-    WorkOption,
-    print_table,
-    set_threads,
-    write_new,
-)
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.methods.base import RECEIVES
 
@@ -50,11 +39,11 @@ def join(
     yes: Annotated[bool, typer.Option("--yes", help="the upload may leave: do not ask")] = False,
     on_page: Annotated[bool, typer.Option("--page", help="ask on a page of this machine, not in the terminal")] = False,
     port: page.PortOption = 0,
-    accept: AcceptOption = None,
-    policy: PolicyOption = None,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
+    accept: common.AcceptOption = None,
+    policy: common.PolicyOption = None,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
 ) -> None:
     """A site's whole way: give the same command again at every turn; it does what can be done and says what is next."""
     rules = disclosure.policy.policy_here(policy)
@@ -68,7 +57,7 @@ def join(
         return
     key = bundle.keys.load_private_key(_key_file(who))
     transport.files.check_key(agreed, who, key)
-    set_threads(threads)
+    common.set_threads(threads)
     here = site.Site(agreed, who, data, work, device)
     if out.exists():
         if deploy.folder.read_settings(out)["origin"].get("run") != agreed.run:
@@ -113,7 +102,7 @@ def _make_key(post: Post, name: str) -> None:
     there = post.public_key(name)
     if there.exists() and transport.post.read_public_key(there) != public:
         raise ConfigError("other_key", f"{there} is another key: this name is taken, or your own key was made anew")
-    write_new(there, f"{public}\n".encode())
+    common.write_new(there, f"{public}\n".encode())
 
 
 def _agree(post: Post, fingerprint: str | None) -> FederationFile | None:
@@ -145,7 +134,7 @@ def _agree(post: Post, fingerprint: str | None) -> FederationFile | None:
         raise ConfigError(
             "fingerprint", f"{post.federation} has another fingerprint: a slip, or somebody changed it on the way"
         )
-    write_new(FEDERATION, transport.files.federation_text(agreed).encode())
+    common.write_new(FEDERATION, transport.files.federation_text(agreed).encode())
     return agreed
 
 
@@ -156,7 +145,7 @@ def _digits(text: str) -> str:
 def _send(post: Post, name: str, upload: bytes, agreed: FederationFile, yes: bool, on_page: bool, port: int) -> None:
     """Put the upload into the folder that travels, once a person has said that it may leave."""
     own, target = Path(f"{name}.safetensors"), post.upload(name)
-    write_new(own, upload)
+    common.write_new(own, upload)
     if target.is_file() and bundle.read_file(target, bundle.UPLOAD) == upload:
         print(f"sent:      {target}")
         return
@@ -164,11 +153,11 @@ def _send(post: Post, name: str, upload: bytes, agreed: FederationFile, yes: boo
         allowed = page.ask(upload, str(own), agreed, port)
     else:
         header = bundle.inspect(upload, bundle.UPLOAD)
-        print_table(str(own), ("what leaves", "content"), describe_bundle.words(upload, header, agreed))
+        common.print_table(str(own), ("what leaves", "content"), describe_bundle.words(upload, header, agreed))
         if not yes and not sys.stdin.isatty():
             raise ConfigError("not_allowed", f"look at {own}; if it may leave, give the same command with --yes")
         allowed = yes or typer.confirm("may this file leave?")
     if not allowed:
         raise RunError("not_allowed", f"{own} was not allowed to leave; nothing was put into {post.folder}")
-    write_new(target, upload)
+    common.write_new(target, upload)
     print(f"sent:      {target}, {len(upload):,} bytes")

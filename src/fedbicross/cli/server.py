@@ -9,21 +9,6 @@ import typer
 
 from fedbicross import bundle, transport
 from fedbicross.cli import common
-from fedbicross.cli.common import (
-    FEDERATION,
-    WORK,
-    DeviceOption,
-    FederationOption,
-    JsonOption,
-    ThreadsOption,
-    WorkOption,
-    check_new,
-    print_table,
-    server_work,
-    set_threads,
-    verdict,
-    write_new,
-)
 from fedbicross.cli.run import Engine
 from fedbicross.cli.show import print_json, progress
 from fedbicross.errors import ConfigError, UploadError
@@ -38,7 +23,7 @@ app = typer.Typer(help="What the server does: check uploads, fuse them.", no_arg
 @app.command()
 def keygen(
     out: Annotated[Path, typer.Option(help="file of the private key; the public one gets the ending .pub")],
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Make the server's key pair."""
     common.keygen(out, json)
@@ -47,8 +32,8 @@ def keygen(
 @app.command()
 def verify(
     files: Annotated[list[Path], typer.Argument(help="uploads, or folders of them")],
-    federation: FederationOption = FEDERATION,
-    json: JsonOption = False,
+    federation: common.FederationOption = common.FEDERATION,
+    json: common.JsonOption = False,
 ) -> None:
     """Check uploads as `fuse` would and use none; ends with 5 if any is refused."""
     agreed = transport.files.load_federation(federation)
@@ -56,14 +41,14 @@ def verify(
     rows: list[dict[str, Any]] = []
     for path, client, error in transport.files.verify_files(agreed, paths):
         row = {"file": str(path), "client": client, "ok": error is None}
-        rows.append({**row, "code": error.code if error else None, "verdict": verdict(error)})
+        rows.append({**row, "code": error.code if error else None, "verdict": common.verdict(error)})
     good = {row["client"] for row in rows if row["ok"]}
     missing = [name for name in agreed.clients if name not in good]
     if json:
         print_json({"files": rows, "missing": missing, "ignored": ignored, "quorum": agreed.quorum})
     else:
         shown = [(row["file"], row["client"] or "?", row["verdict"]) for row in rows]
-        print_table(f"uploads to run {agreed.run_id}", ("file", "client", "verdict"), shown)
+        common.print_table(f"uploads to run {agreed.run_id}", ("file", "client", "verdict"), shown)
         absent = ", ".join(missing) or "none"
         print(f"{len(good)} of {len(agreed.clients)} sites, quorum {agreed.quorum}; missing: {absent}")
         for line in ignored:
@@ -77,11 +62,11 @@ def fuse(
     uploads: Annotated[list[Path], typer.Argument(help="the folder of uploads, or the files")],
     key: Annotated[Path, typer.Option(help="the server's private key")],
     out: Annotated[Path, typer.Option(help="folder for the replies, one file a site")] = Path("replies"),
-    federation: FederationOption = FEDERATION,
+    federation: common.FederationOption = common.FEDERATION,
     quorum: Annotated[int | None, typer.Option(min=1, help="fuse with so few uploads (default: as agreed)")] = None,
-    work: WorkOption = WORK,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
+    work: common.WorkOption = common.WORK,
+    device: common.DeviceOption = "auto",
+    threads: common.ThreadsOption = None,
     engine: Annotated[Engine, typer.Option(help="local, or ray: trajectories made by its workers")] = Engine.local,
     workers: Annotated[int | None, typer.Option(min=1, help="of --engine ray (default: one a GPU, or as fit)")] = None,
     hold_on_notes: Annotated[
@@ -90,7 +75,7 @@ def fuse(
     trust: Annotated[
         list[str] | None, typer.Option(help="a site whose upload is used as it is, whatever sticks out; repeatable")
     ] = None,
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""
     if workers is not None and engine is Engine.local:
@@ -98,20 +83,20 @@ def fuse(
     agreed = transport.files.load_federation(federation)
     private = bundle.keys.load_private_key(key)
     paths, ignored = _uploads(uploads)
-    set_threads(threads)
+    common.set_threads(threads)
     with progress() as shown:
         for line in ignored:
             shown.say(f"not looked at: {line}")
         received = transport.files.receive(agreed, {str(path): path for path in paths})
-        folder = server_work(work, agreed)
+        folder = common.server_work(work, agreed)
         options: dict[str, Any] = {"quorum": quorum, "device": device, "engine": engine.value, "workers": workers}
         options |= {"hold_on_notes": hold_on_notes, "trust": trust or ()}
         replies = transport.files.fuse_received(agreed, received, folder, private, shown, **options)
     targets = {name: out / f"{transport.files.file_name(name)}.safetensors" for name in replies}
     for name, target in targets.items():  # all or none
-        check_new(target, replies[name])
+        common.check_new(target, replies[name])
     for name, target in targets.items():
-        write_new(target, replies[name])
+        common.write_new(target, replies[name])
     rows = _fates(agreed, received, {name: str(target) for name, target in targets.items()})
     log = folder / transport.files.AUDIT
     last = bundle.audit.verify(log).last
@@ -119,9 +104,9 @@ def fuse(
         facts = {"sites": rows, "refused": _refused(received), "ignored": ignored}
         print_json({**facts, "audit": str(log), "audit_last": last})
         return
-    print_table(f"run {agreed.run_id}", ("site", "upload", "reply"), [list(row.values()) for row in rows])
+    common.print_table(f"run {agreed.run_id}", ("site", "upload", "reply"), [list(row.values()) for row in rows])
     if received.refused:
-        print_table("refused", ("file", "why"), [(row["file"], row["why"]) for row in _refused(received)])
+        common.print_table("refused", ("file", "why"), [(row["file"], row["why"]) for row in _refused(received)])
     print(f"audit log: {log}\n  ends with {last} (write it down: it shows later whether lines are missing)")
 
 
@@ -131,7 +116,7 @@ def check_log(
     last: Annotated[
         str | None, typer.Option(help="the digest that `fuse` printed: shows whether lines are missing")
     ] = None,
-    json: JsonOption = False,
+    json: common.JsonOption = False,
 ) -> None:
     """Check the server's log: no line changed, removed or moved; with --last none missing at the end."""
     chain = bundle.audit.verify(log, last)
@@ -169,6 +154,6 @@ def _fates(agreed: FederationFile, received: Received, replies: dict[str, str]) 
 
 def _refused(received: Received) -> list[dict[str, str]]:
     return [
-        {"file": source, "code": entry.error.code, "why": verdict(entry.error)}
+        {"file": source, "code": entry.error.code, "why": common.verdict(entry.error)}
         for source, entry in received.refused.items()
     ]

@@ -50,6 +50,17 @@ def import_ray() -> Any:
     return ray
 
 
+def as_finished(ray: Any, waiting: list[Any]) -> Iterator[Any]:
+    """What Ray's tasks return, in the order in which they end; an error is raised as the task raised it."""
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        try:
+            yield from ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, Exception) else error) from None
+
+
 class Workers:
     """Processes of a Ray cluster, each with a GPU of its own where the server uses one; started on first use.
 

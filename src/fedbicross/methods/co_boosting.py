@@ -15,8 +15,8 @@ from pydantic import Field
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.families import StudentMethod
 from fedbicross.parts.settings import ReplayConfig
 
 if TYPE_CHECKING:
@@ -62,17 +62,14 @@ class CoBoostingConfig(ReplayConfig):
     clip: float | None = Field(10.0, gt=0, description="largest norm of a gradient (authors' code: 10)")
 
 
-class CoBoosting(Method[CoBoostingConfig]):
+class CoBoosting(StudentMethod[CoBoostingConfig]):
     """One global student for everyone, from an ensemble whose weights are learned."""
 
     name = "co_boosting"
     summary = "hard generated images and learned client weights improve each other, then distillation (ICLR 2024)"
-    others_receive = "one_model"
     Config = CoBoostingConfig
     sends_only_the_network = True
-    personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
-    mixed_models_error = None  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "lr_weights": 0.01,
@@ -110,14 +107,6 @@ class CoBoosting(Method[CoBoostingConfig]):
     def needs(self) -> frozenset[str]:
         """Weights, and batch-normalisation statistics only for a term that the paper does not have."""
         return frozenset({"weights", *(["bn_stats"] if self.config.alpha_bn > 0 else [])})
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return parts.teachers.send_network(client, ctx)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: hard images, perturbed; better weights; distillation; epoch after epoch."""

@@ -16,8 +16,9 @@ from pydantic import Field
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method, MethodConfig
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.base import MethodConfig
+from fedbicross.methods.families import StudentMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,17 +62,14 @@ class DAFLConfig(MethodConfig):
     schedule: Literal["step", "cosine", "constant"] = Field("step", description="step: x0.1 at 40 % and 80 % (code)")
 
 
-class DAFL(Method[DAFLConfig]):
+class DAFL(StudentMethod[DAFLConfig]):
     """One global student for everyone."""
 
     name = "dafl"
     summary = "a generator of images that the ensemble is sure of, and a student trained along with it (ICCV 2019)"
-    others_receive = "one_model"
     Config = DAFLConfig
     sends_only_the_network = True
-    personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
-    mixed_models_error = None  # only the clients' logits are combined
     needs = frozenset({"weights"})
     variants = {
         "cifar10": {
@@ -121,14 +119,6 @@ class DAFL(Method[DAFLConfig]):
         "lr_generator": 5e-3,
         "schedule": "cosine",
     }
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return parts.teachers.send_network(client, ctx)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1 of DAFL: generator and student, step by step together."""

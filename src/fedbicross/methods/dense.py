@@ -16,8 +16,8 @@ from pydantic import Field
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method
+from fedbicross.messages import Reply, Upload
+from fedbicross.methods.families import StudentMethod
 from fedbicross.parts.settings import ReplayConfig
 
 if TYPE_CHECKING:
@@ -55,17 +55,14 @@ class DENSEConfig(ReplayConfig):
         return self.alpha_bn > 0 and not self.authors_code
 
 
-class DENSE(Method[DENSEConfig]):
+class DENSE(StudentMethod[DENSEConfig]):
     """One global student for everyone."""
 
     name = "dense"
     summary = "distils the ensemble on images of a generator that seeks its boundary to the student (NeurIPS 2022)"
-    others_receive = "one_model"
     Config = DENSEConfig
     sends_only_the_network = True
-    personal = False
     upload_summary = "The trained network; the server trains a generator of images against it."
-    mixed_models_error = None  # only the clients' logits are combined
     variants = {
         "authors_code": {
             "authors_code": True,
@@ -103,14 +100,6 @@ class DENSE(Method[DENSEConfig]):
     def needs(self) -> frozenset[str]:
         """Weights, and batch-normalisation statistics only where L_BN takes part."""
         return frozenset({"weights", *(["bn_stats"] if self.config.matches_batchnorm else [])})
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return parts.teachers.send_network(client, ctx)
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The global student as it is."""
-        return parts.students.global_student(reply, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Algorithm 1: train the generator, keep its images, distil; epoch after epoch."""

@@ -17,7 +17,7 @@ from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Reply, Upload
-from fedbicross.methods.shots import ShotsMethod
+from fedbicross.methods.families import ShotsMethod
 from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ class EFedISCA(ShotsMethod[EFedISCAConfig]):
 
     name = "e_fedisca"
     summary = "one synthesis, then distillation on its mixtures with structured noise (MedIA 2025)"
-    others_receive = "one_model"
-    personal = False
     Config = EFedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},

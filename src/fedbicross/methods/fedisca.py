@@ -16,7 +16,7 @@ from pydantic import Field
 from fedbicross import engine, parts, steps
 from fedbicross.context import Context
 from fedbicross.messages import Reply, Upload
-from fedbicross.methods.shots import ShotsMethod
+from fedbicross.methods.families import ShotsMethod
 from fedbicross.parts.settings import ShotsConfig
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ class FedISCA(ShotsMethod[FedISCAConfig]):
 
     name = "fedisca"
     summary = "distils the ensemble on images inverted from it, from noise to finished (MICCAI 2023)"
-    others_receive = "one_model"
-    personal = False
     Config = FedISCAConfig
     variants = {
         "ema": {"adaptation": "ema"},

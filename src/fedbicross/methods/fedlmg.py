@@ -16,8 +16,9 @@ from fedbicross import engine, models, parts, steps
 from fedbicross.context import Context
 from fedbicross.errors import MethodError, nearest
 from fedbicross.lazy_torch import torch
-from fedbicross.messages import Client, Predictor, Reply, Upload, file_name
-from fedbicross.methods.base import Method, MethodConfig
+from fedbicross.messages import Reply, Upload, file_name
+from fedbicross.methods.base import MethodConfig
+from fedbicross.methods.families import StudentMethod
 from fedbicross.models import priors
 
 if TYPE_CHECKING:
@@ -72,12 +73,11 @@ class FedLMGConfig(MethodConfig):
         return value
 
 
-class FedLMG(Method[FedLMGConfig]):
+class FedLMG(StudentMethod[FedLMGConfig]):
     """One student for everyone, from images that a diffusion model draws, guided by the clients' networks."""
 
     name = "fedlmg"
     summary = "student trained on images of a diffusion model that the clients' networks steer (ICML 2025)"
-    others_receive = "one_model"
     Config = FedLMGConfig
     variants = {"multi_teacher": {"aggregation": "multi_teacher"}, "fine_tune": {"aggregation": "fine_tune"}}
     variant_notes = {
@@ -85,18 +85,12 @@ class FedLMG(Method[FedLMGConfig]):
         "fine_tune": "the student learns from labels alone (FedLMG_FT)",
     }
     quick_settings = {"images_per_class": 16, "steps": 20, "epochs": 20, "batch_synthesis": 32}
-    personal = False
     needs = frozenset({"weights", "bn_stats"})
     upload_summary = "The trained network with its batch-normalisation statistics; the server draws images that fit it."
-    mixed_models_error = None  # only the clients' answers guide the images
 
     def check_machine(self) -> None:
         """The prior, and what it needs."""
         priors.check(self.config.prior)
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """The trained network."""
-        return parts.teachers.send_network(client, ctx)
 
     def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         """Per client, guided images of every class; then one student on all of them."""
@@ -181,7 +175,3 @@ class FedLMG(Method[FedLMGConfig]):
             raise MethodError("diverged", "fedlmg: the student's weights are no longer finite; lower lr")
         ctx.record.flops += 3 * models.forward_flops(*ctx.architecture) * len(images) * config.epochs
         return student
-
-    def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
-        """The student as it is."""
-        return parts.students.global_student(reply, ctx)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from fedbicross import parts
 from fedbicross.context import Context
-from fedbicross.messages import Client, Predictor, Reply, Upload
-from fedbicross.methods.base import Method, MethodConfig
+from fedbicross.messages import Client, Predictor, Reply
+from fedbicross.methods.base import MethodConfig
+from fedbicross.methods.families import AloneMethod
 
 
 class LocalOnlyConfig(MethodConfig):
@@ -23,25 +23,17 @@ class LocalOnlyConfig(MethodConfig):
     )
 
 
-class LocalOnly(Method[LocalOnlyConfig]):
+class LocalOnly(AloneMethod[LocalOnlyConfig]):
     """Each hospital keeps the network that it trained on its own images."""
 
     name = "local_only"
     summary = "each client's own network, no federation (the bar)"
-    others_receive = "nothing"
     Config = LocalOnlyConfig
-    mixed_models_error = None  # every client keeps its own network
     variants = {"balanced": {"loss": "balanced"}, "both": {"loss": "both"}}
     variant_notes = {
         "balanced": "trained with all classes weighing alike, own class mix added back (what primum uploads)",
         "both": "that network and the one of plain cross-entropy, averaged (what primum starts from at home)",
     }
-    role = "baseline"
-
-    @property
-    def upload_summary(self) -> str:
-        """What leaves the hospital."""
-        return "Nothing."
 
     @property
     def loss(self) -> str | None:
@@ -52,14 +44,6 @@ class LocalOnly(Method[LocalOnlyConfig]):
     def uses_local_models(self) -> bool:
         """That is all it does."""
         return True
-
-    def upload(self, client: Client, ctx: Context, previous: Reply | None = None) -> Upload:
-        """Nothing leaves."""
-        return Upload(client.name, ctx.task_of(client))
-
-    def fuse(self, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
-        """Nothing comes back."""
-        return [Reply() for _ in uploads]
 
     def personalize(self, client: Client, reply: Reply, ctx: Context) -> Predictor:
         """The client's own network."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbicross.report import figures
-from fedbicross.report.grids import MOST
+from fedbicross.report import figures, grids
 from fedbicross.report.summary import Row, Summary, clients_of, result_rows, seeds_of
 from fedbicross.report.text import (
     PROTOCOL_NAMES,
@@ -40,13 +39,13 @@ def holdings(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         names = [entry.get("client") for entry in clients]
         counts = [sequence(entry.get("class_counts")) for entry in clients]
-        notes = [f"{MOST} of {len(clients)} clients are drawn."] if len(clients) > MOST else []
+        notes = [f"{grids.MOST} of {len(clients)} clients are drawn."] if len(clients) > grids.MOST else []
         excluded = [short(entry.get("client"), 24) for entry in clients if entry.get("excluded") is True]
         if excluded:
             listed = ", ".join(excluded[:12]) + (" and others" if len(excluded) > 12 else "")
             notes.append(f"Excluded from this run ({count(len(excluded), 'client')}): {listed}.")
         notes += _architectures(clients)
-        found.append({"seed": short(seed, 12), "chart": figures.class_matrix(names, classes, counts), "notes": notes})
+        found.append({"seed": short(seed, 12), "chart": grids.class_matrix(names, classes, counts), "notes": notes})
     return found
 
 
@@ -124,7 +123,7 @@ def _gain_matrix(rows: Sequence[Row]) -> str:
     tables = [{str(c.get("client")): get(c, "gain_over_local", "matched") for c in clients_of(row)} for row in rows]
     names = list(dict.fromkeys(name for table in tables for name in table))
     kept = [(row["method"], table) for row, table in zip(rows, tables, strict=True) if any(map(_known, table.values()))]
-    return figures.gain_matrix([m for m, _ in kept], names, [[t.get(n) for n in names] for _, t in kept])
+    return grids.gain_matrix([m for m, _ in kept], names, [[t.get(n) for n in names] for _, t in kept])
 
 
 def _known(value: object) -> bool:
@@ -158,7 +157,7 @@ def confusions(results: Mapping[str, Any], summaries: Sequence[Summary], verdict
             matrix = _summed(item.rows, protocol)
             title = f"Confusion of {short(item.method)}, {protocol} protocol"
             if matrix:
-                charts.append((protocol, figures.confusion(matrix, classes, title)))
+                charts.append((protocol, grids.confusion(matrix, classes, title)))
         if charts:
             opened = item is verdict.best or (verdict.best is None and not found)
             found.append({"method": short(item.method), "charts": charts, "open": opened})

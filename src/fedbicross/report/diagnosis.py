@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbicross.report.figures import heatmap, line_chart
-from fedbicross.report.grids import WIDTH
+from fedbicross.report.figures import line_chart
+from fedbicross.report.grids import WIDTH, heatmap
 from fedbicross.report.text import mapping, plain, sequence, short
 
 LARGEST_IMAGE = 2_000_000

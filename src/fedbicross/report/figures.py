@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fedbicross.report.grids import WIDTH, class_matrix, confusion, gain_matrix, heatmap
+from fedbicross.report.grids import WIDTH
 from fedbicross.report.svg import (
     SERIES,
     coordinate,
@@ -23,19 +23,6 @@ from fedbicross.report.svg import (
     triangle,
 )
 from fedbicross.report.text import Stat, number, percent_sd, points, short
-
-__all__ = [
-    "class_matrix",
-    "client_gains",
-    "confusion",
-    "gain_matrix",
-    "gain_strips",
-    "heatmap",
-    "line_chart",
-    "score_dots",
-    "square_chart",
-    "stacked_bars",
-]
 
 Series = tuple[str, Sequence[object], Sequence[object]]
 LABELLED = 8  # more lines than this cannot be told apart by colour: they turn grey and their median is drawn

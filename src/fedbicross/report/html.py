@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedbicross.report import classes, clients, rounds, sections
 from fedbicross.report.metric import judged_by
 from fedbicross.report.summary import summarise
 from fedbicross.report.verdict import judge
+
+
+def environment(*packages: str) -> Environment:
+    """For templates of these packages, the first that has one; every value is escaped, and a missing one an error."""
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(name, "templates") for name in packages]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
@@ -23,15 +34,9 @@ def render(results: Mapping[str, Any], run_dir: Path | None = None) -> str:
         """A method name may be broken after its colon or an underscore; escaping has put neither into it."""
         return Markup(str(escape(name)).replace(":", ":<wbr>").replace("_", "_<wbr>"))
 
-    environment = Environment(
-        loader=PackageLoader("fedbicross.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = breakable
-    return environment.get_template("report.html.j2").render(context(results, run_dir)) + "\n"
+    templates = environment("fedbicross.report")
+    templates.filters["breakable"] = breakable
+    return templates.get_template("report.html.j2").render(context(results, run_dir)) + "\n"
 
 
 def context(results: Mapping[str, Any], run_dir: Path | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fedbicross import sums
 from fedbicross.atomic import TEMPORARY, write_atomic
 from fedbicross.context import Progress, Silent
 from fedbicross.engine.device import resolve_device
-from fedbicross.engine.workers import QUIET, import_ray
+from fedbicross.engine.workers import QUIET, as_finished, import_ray
 from fedbicross.errors import ConfigError
 from fedbicross.evaluate.summary import local_baselines
 from fedbicross.runs import runner
@@ -131,17 +131,7 @@ def _ray(config: RunConfig) -> RunJobs:
     gpus = 1 if resolve_device(config.device) == "cuda" else 0
     task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_work)
 
-    def run_jobs(group: Sequence[Job]) -> Iterator[str]:
-        waiting = [task.remote(job) for job in group]
-        while waiting:
-            done, waiting = ray.wait(waiting)
-            try:
-                yield from ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise (cause if isinstance(cause, Exception) else error) from None
-
-    return run_jobs
+    return lambda group: as_finished(ray, [task.remote(job) for job in group])
 
 
 def _work(job: Job) -> str:

@@ -290,9 +290,10 @@ def test_a_run_that_delivered_less_than_it_made_is_no_success(
     from fedbicross.cli.app import app
 
     summary = {"delivered": {"north": "model_made"}, "missing": ["east"], "late": [], "undelivered": undelivered}
+    summary["declined"] = {"east": "policy_method"}
     monkeypatch.setattr(deploy, "run", lambda *given: summary)
     done = CliRunner().invoke(app, ["flower", "run", *words])
-    assert "north" in done.stdout
+    assert "north" in done.stdout and "policy_method" in done.stdout
     if not undelivered:
         assert done.exit_code == 0
         return

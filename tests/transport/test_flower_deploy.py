@@ -234,7 +234,10 @@ def test_a_run_that_flower_lost_is_begun_again(ready: Ready, monkeypatch: pytest
     flower = Flower(ready, ["finished:failed", "finished:completed"], error="", undelivered=[])
     monkeypatch.setattr(deploy, "_run_once", flower.run_once)
     said: list[str] = []
+    compacted: list[Path] = []
+    monkeypatch.setattr(deploy, "compact", compacted.append)
     assert deploy.run(ready.folder / "work", Waiting(), said.append)["flower_run"] == 2
+    assert compacted == [ready.folder / "work"], "the space of answers is given back"
     assert said == ["Flower lost run 1 (finished:failed); it is begun again with what is here"]
 
 

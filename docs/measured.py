@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -617,13 +617,13 @@ def _mean_and_spread(rows: list[Any]) -> str:
 
 
 def poison(what: str, page: Path, root: Path) -> str:
-    """`python -m benchmarks.poison`: attacks, personal models under them, or honest federations; and the rules."""
+    """`python -m benchmarks.poison`: attacks, personal models under them, several attackers, honest sites; rules."""
     if what == "rules":
         return _rules()
     file, found = read_stored(root, "benchmarks/poison.json")
-    return {"attacks": _attacks, "personal": _personal_under_attack, "honest": _honest}[what](found) + (
-        f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)})."
-    )
+    blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile}
+    made = blocks[what](found) if what in blocks else _honest(found[what])  # "honest" or "fresh"
+    return made + (f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)}).")
 
 
 def _rules() -> str:
@@ -642,7 +642,8 @@ def _rules() -> str:
         ("images claimed", f"over {d.MOST_CLAIMED:,.0f} times the others'", "left out"),
         ("images claimed by class", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
         (
-            f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes",
+            f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes of "
+            f"{d.KNOWN} or more images",
             f"under {d.LEAST_AGREEMENT:g}",
             "left out",
         ),
@@ -688,9 +689,27 @@ def _personal_under_attack(found: Mapping[str, Any]) -> str:
     return table(("attacker's upload", "alone", "primum, trusting", "primum"), rows, "lrrr")
 
 
-def _honest(found: Mapping[str, Any]) -> str:
+def _hostile(found: Mapping[str, Any]) -> str:
+    kinds: dict[tuple[str, str], list[Any]] = {}
+    for row in found["hostile"]:
+        kinds.setdefault((row["partition"], f"{row['hostile']} of {row['sites']}"), []).append(row)
+    rows = []
+    for (name, share), several in kinds.items():
+        cells: list[str] = []
+        for attack in ("logits x100", "labels flipped"):
+            mine = [row for row in several if row["attack"] == attack]
+            each = [(row["hostile"], row[spec]) for row in mine for spec in row if isinstance(row[spec], dict)]
+            sums = [sum(one[1][k] for one in each) for k in ("found", "wronged")]
+            cells += [f"{sums[0]} of {sum(one[0] for one in each)}", str(sums[1])]
+        rows.append((name, len({row["seed"] for row in several}), share, *cells))
+    wronged = "honest ones left out"
+    header = ("federations", "how many", "hostile", "logits x100: found", wronged, "labels flipped: found", wronged)
+    return table(header, rows, "lrrrrrr")
+
+
+def _honest(found: Sequence[Any]) -> str:
     kinds: dict[str, list[Any]] = {}
-    for row in found["honest"]:
+    for row in found:
         kinds.setdefault(row["partition"], []).append(row)
     rows = []
     for name, several in kinds.items():

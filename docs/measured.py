@@ -620,6 +620,8 @@ def poison(what: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.poison`: attacks, personal models under them, several attackers, honest sites; rules."""
     if what == "rules":
         return _rules()
+    if what == "trigger":
+        return _trigger(page, root)
     file, found = read_stored(root, "benchmarks/poison.json")
     blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile}
     made = blocks[what](found) if what in blocks else _honest(found[what])  # "honest" or "fresh"
@@ -649,6 +651,24 @@ def _rules() -> str:
         ),
     ]
     return table(("what is compared", "limit", "beyond it"), rows)
+
+
+def _trigger(page: Path, root: Path) -> str:
+    file, found = read_stored(root, "benchmarks/trigger.json")
+    rows, lines = found["rows"], []
+    for kind, words in (("pink", "pink noise"), ("inverted", "images inverted from the network itself")):
+        bad = ", ".join(f"{row[kind]['times_smaller']:.1f}" for row in rows)
+        honest = sorted((times for row in rows for times in row[kind]["honest_times_smaller"]), reverse=True)
+        least = min(row[kind]["times_smaller"] for row in rows)
+        above = sum(times >= least for times in honest)
+        seconds = max(row[kind]["seconds_per_network"] for row in rows)
+        lines.append((words, bad, f"{honest[0]:.1f}", f"{above} of {len(honest)}", f"{seconds:.0f} s"))
+    head = ("searched on", "behind the back door", "most, honest", "honest classes at least as far", "per network")
+    opened = " and ".join(_percent(row["opened"]) for row in rows)
+    return (
+        f"{table(head, lines, 'lrrrr')}\n\nThe back doors open for {opened} of test images. Made by "
+        f"`python -m benchmarks.trigger`; raw results: [`trigger.json`]({link(file, page)})."
+    )
 
 
 def _attacks(found: Mapping[str, Any]) -> str:

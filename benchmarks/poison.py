@@ -3,10 +3,12 @@
 Drawn cells and resnet8, small enough for two cores. `attacks`: what the honest sites' models are worth after each
 attack, by method, with the defence of `parts.defence` and without it; whom it named; how often a back door opens. For
 primum also the personal models on each site's own patients beside training alone, since the gate at the client is
-the last defence. `honest`: federations of very different sites, and what the defence did to them.
+the last defence. `honest`: federations of very different sites, and what the defence did to them; its limits were
+chosen on these. `fresh`: the same on federations by which nothing was chosen. `hostile`: how many of several hostile
+members are found, on federations by which nothing was chosen either.
 
-`--cache DIR` keeps the clients' networks, so that a second run trains none; `--methods` and `--attacks` make these rows
-anew and leave the others in the file.
+`--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods` and `--attacks` make
+these rows anew and leave the others in the file.
 """
 
 from __future__ import annotations
@@ -56,17 +58,33 @@ def dirichlet(clients: int, alpha: float, seed: int) -> dict[str, Any]:
     return {"clients": clients, "partition": {"kind": "dirichlet", "alpha": alpha}, "seeds": [seed]}
 
 
-HONEST: dict[str, list[dict[str, Any]]] = {
-    "3 sites, Dirichlet 0.1": [dirichlet(3, 0.1, seed) for seed in range(5)],
-    "5 sites, Dirichlet 0.1": [dirichlet(5, 0.1, seed) for seed in range(5)],
-    "20 sites, Dirichlet 0.1": [dirichlet(20, 0.1, seed) for seed in range(3)],
-    "5 sites of very different sizes": [
-        {"clients": 5, "partition": {"kind": "quantity", "alpha": 0.3}, "seeds": [seed]} for seed in range(4)
-    ],
-    "8 sites of one class each": [
-        {"clients": 8, "partition": {"kind": "pathological", "classes_per_client": 1}, "seeds": [seed]}
-        for seed in range(3)
-    ],
+def sizes(seed: int) -> dict[str, Any]:
+    return {"clients": 5, "partition": {"kind": "quantity", "alpha": 0.3}, "seeds": [seed]}
+
+
+def one_class(seed: int) -> dict[str, Any]:
+    return {"clients": 8, "partition": {"kind": "pathological", "classes_per_client": 1}, "seeds": [seed]}
+
+
+HONEST: dict[str, list[dict[str, Any]]] = {  # on which limits were chosen: never those below
+    "3 sites, Dirichlet 0.1": [dirichlet(3, 0.1, seed) for seed in (*range(5), *range(100, 106))],
+    "5 sites, Dirichlet 0.1": [dirichlet(5, 0.1, seed) for seed in (*range(5), *range(100, 106))],
+    "20 sites, Dirichlet 0.1": [dirichlet(20, 0.1, seed) for seed in (*range(3), *range(100, 104))],
+    "5 sites, Dirichlet 0.5": [dirichlet(5, 0.5, seed) for seed in (1, 2, *range(100, 105))],
+    "10 sites, Dirichlet 0.5": [dirichlet(10, 0.5, seed) for seed in range(100, 103)],
+    "5 sites of very different sizes": [sizes(seed) for seed in (*range(4), *range(100, 104))],
+    "8 sites of one class each": [one_class(seed) for seed in range(3)],
+}
+FRESH: dict[str, list[dict[str, Any]]] = {
+    "3 sites, Dirichlet 0.1": [dirichlet(3, 0.1, seed) for seed in range(200, 206)],
+    "5 sites, Dirichlet 0.1": [dirichlet(5, 0.1, seed) for seed in range(200, 206)],
+    "20 sites, Dirichlet 0.1": [dirichlet(20, 0.1, seed) for seed in range(200, 204)],
+    "5 sites of very different sizes": [sizes(seed) for seed in range(200, 204)],
+}
+HOSTILE: dict[str, tuple[list[dict[str, Any]], tuple[int, ...]]] = {  # and how many of the sites attack
+    **{name: (FRESH[name], (1,)) for name in FRESH if name[0] in "35"},
+    "5 sites, Dirichlet 0.5": ([dirichlet(5, 0.5, seed) for seed in range(200, 205)], (1, 2)),
+    "10 sites, Dirichlet 0.5": ([dirichlet(10, 0.5, seed) for seed in range(200, 203)], (1, 2, 3, 4, 5)),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "primum": {"pool": 10, "batch": 32, "steps": 40, "lr_synthesis": 0.1, "steps_distil": 300},
@@ -81,6 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epochs_personal": 4,
     },
 }
+LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum")  # both trainings, with class counts and without
 METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
 
 
@@ -158,9 +177,9 @@ def with_trigger(images: np.ndarray) -> np.ndarray:
 
 
 def back_door(client: Client) -> Client:
-    """Every fifth image once more with the trigger, as the target class."""
-    images = np.concatenate([client.images, with_trigger(client.images[::5])])
-    labels = np.concatenate([client.labels, np.full(len(client.labels[::5]), TARGET)])
+    """Every image once more with the trigger, as the target class: the attacker's own network then always opens."""
+    images = np.concatenate([client.images, with_trigger(client.images)])
+    labels = np.concatenate([client.labels, np.full(len(client.labels), TARGET)])
     return Client(client.name, images, labels)
 
 
@@ -282,7 +301,7 @@ def looked_at(partition: str, settings: Mapping[str, Any], store: Any) -> dict[s
     """What the defence says of a federation in which everybody is honest, and whether it changes any upload."""
     fed = federation({**SMALLER, **settings}, store)
     found: dict[str, Any] = {"partition": partition, "seed": fed.ctx.seed, "sites": len(fed.clients)}
-    for spec in ("fedavg", "ensemble:class_weighted", "primum"):  # which cover both trainings and all counts
+    for spec in LOOKED_AT:
         method = create(spec, SETTINGS)
         uploads = [method.upload(client, fed.ctx) for client in fed.clients]
         for upload in uploads:
@@ -297,6 +316,28 @@ def looked_at(partition: str, settings: Mapping[str, Any], store: Any) -> dict[s
     return found
 
 
+def hostile(partition: str, settings: Mapping[str, Any], several: Sequence[int], store: Any) -> list[dict[str, Any]]:
+    """How many of so many members that attack are left out, and how many honest ones with them."""
+    fed = federation({**SMALLER, **settings}, store)
+    rows: list[dict[str, Any]] = []
+    order = [*fed.clients[ATTACKER:], *fed.clients[:ATTACKER]]
+    for name in ("labels flipped", "logits x100"):
+        for count in several:
+            bad = {client.name for client in order[:count]}
+            row: dict[str, Any] = {"partition": partition, "seed": fed.ctx.seed, "sites": len(fed.clients)}
+            row |= {"attack": name, "hostile": count}
+            for spec in LOOKED_AT:
+                method = create(spec, SETTINGS)
+                uploads = [
+                    attack(name, method, client, fed.ctx) if client.name in bad else method.upload(client, fed.ctx)
+                    for client in fed.clients
+                ]
+                gone = {note.client for note in pipeline.look_at(method, uploads, fed.ctx).notes if note.left_out}
+                row[spec] = {"found": len(gone & bad), "wronged": len(gone - bad)}
+            rows.append(row)
+    return rows
+
+
 def lost(spec: str, uploads: Sequence[Upload], used: Sequence[Upload], fed: Federation) -> float:
     """Accuracy on all test images that the defence costs; primum's teacher stands for its student."""
     if len(uploads) == len(used) and all(a is b for a, b in zip(uploads, used, strict=True)):
@@ -307,32 +348,50 @@ def lost(spec: str, uploads: Sequence[Upload], used: Sequence[Upload], fed: Fede
     return before - after
 
 
+def attacks(methods: Sequence[str], names: Sequence[str], store: Any) -> list[dict[str, Any]]:
+    """A row for each method, attack, and with or without the defence."""
+    fed = federation(ATTACKED, store)
+    fusions = Fusions(fed)
+    rows: list[dict[str, Any]] = []
+    for spec in methods:
+        for name in names:
+            for defended in (False, True):
+                if not defended and name in SKIPPED.get(spec, ()):
+                    continue
+                rows.append(outcome(name, spec, fed, defended, fusions))
+                print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
+    parts = ("attacks", "honest", "fresh", "hostile")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks" / "poison.json")
     parser.add_argument("--cache", type=Path)
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--attacks", nargs="+", default=ATTACKS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder, RunFolder(given.cache or Path(folder)) as cache:
-        fed = federation(ATTACKED, cache.store)
-        fusions = Fusions(fed)
-        rows: list[dict[str, Any]] = []
-        for spec in given.methods:
-            for name in given.attacks:
-                for defended in (False, True):
-                    if not defended and name in SKIPPED.get(spec, ()):
-                        continue
-                    rows.append(outcome(name, spec, fed, defended, fusions))
-                    print(rows[-1], flush=True)
-        honest = [looked_at(name, settings, cache.store) for name, several in HONEST.items() for settings in several]
-    stored = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
-    made = {(row["method"], row["attack"], row["defended"]): row for row in [*stored.get("attacks", []), *rows]}
-    rows = sorted(made.values(), key=lambda row: (METHODS.index(row["method"]), ATTACKS.index(row["attack"])))
-    for found in honest:
-        print(found)
-    out = {"attacks": rows, "honest": honest, "config": {**COMMON, **ATTACKED}, "settings": SETTINGS}
+        if "attacks" in given.parts:
+            rows = [*found.get("attacks", []), *attacks(given.methods, given.attacks, cache.store)]
+            made = {(row["method"], row["attack"], row["defended"]): row for row in rows}
+            order = {name: place for place, name in enumerate((*METHODS, *ATTACKS))}
+            found["attacks"] = sorted(made.values(), key=lambda row: (order[row["method"]], order[row["attack"]]))
+        for part, federations in (("honest", HONEST), ("fresh", FRESH)):
+            if part in given.parts:
+                every = [(name, settings) for name, several in federations.items() for settings in several]
+                found[part] = [looked_at(name, settings, cache.store) for name, settings in every]
+                print(*found[part], sep="\n", flush=True)
+        if "hostile" in given.parts:
+            found["hostile"] = []
+            for name, (several, counts) in HOSTILE.items():
+                for settings in several:
+                    found["hostile"] += hostile(name, settings, counts, cache.store)
+                    print(found["hostile"][-1], flush=True)
+    out = {**found, "config": {**COMMON, **ATTACKED}, "smaller": SMALLER, "settings": SETTINGS}
     given.out.write_text(json.dumps({**out, "versions": versions("cpu")}, indent=1) + "\n", encoding="utf-8")
 
 

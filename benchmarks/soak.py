@@ -58,6 +58,7 @@ TINY: dict[str, dict[str, Any]] = {  # settings with which a client of a dozen i
     | {"epochs_generator": 1, "head_hidden": 16, "epochs_classifier": 1},
     "fedpft": {"encoder": "tiny", "components": 2},
     "fedcgs": {"encoder": "tiny"},
+    "analytic": {"encoder": "tiny"},
     "local_head": {"encoder": "tiny", "batch": 12, "head_hidden": 16, "epochs_classifier": 1},
     "fedlmg": {"images_per_class": 2, "steps": 1, "bn_steps": 1, "epochs": 1, "batch_synthesis": 12},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -635,13 +635,15 @@ def _mean_and_spread(rows: list[Any]) -> str:
 
 
 def poison(what: str, page: Path, root: Path) -> str:
-    """`python -m benchmarks.poison`: attacks, personal models under them, or honest federations; and the rules."""
+    """`python -m benchmarks.poison`: attacks, personal models under them, several attackers, honest sites; rules."""
     if what == "rules":
         return _rules()
+    if what == "trigger":
+        return _trigger(page, root)
     file, found = read_stored(root, "benchmarks/poison.json")
-    return {"attacks": _attacks, "personal": _personal_under_attack, "honest": _honest}[what](found) + (
-        f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)})."
-    )
+    blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile}
+    made = blocks[what](found) if what in blocks else _honest(found[what])  # "honest" or "fresh"
+    return made + (f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)}).")
 
 
 def _rules() -> str:
@@ -660,12 +662,31 @@ def _rules() -> str:
         ("images claimed", f"over {d.MOST_CLAIMED:,.0f} times the others'", "left out"),
         ("images claimed by class", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
         (
-            f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes",
+            f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes of "
+            f"{d.KNOWN} or more images",
             f"under {d.LEAST_AGREEMENT:g}",
             "left out",
         ),
     ]
     return table(("what is compared", "limit", "beyond it"), rows)
+
+
+def _trigger(page: Path, root: Path) -> str:
+    file, found = read_stored(root, "benchmarks/trigger.json")
+    rows, lines = found["rows"], []
+    for kind, words in (("pink", "pink noise"), ("inverted", "images inverted from the network itself")):
+        bad = ", ".join(f"{row[kind]['times_smaller']:.1f}" for row in rows)
+        honest = sorted((times for row in rows for times in row[kind]["honest_times_smaller"]), reverse=True)
+        least = min(row[kind]["times_smaller"] for row in rows)
+        above = sum(times >= least for times in honest)
+        seconds = max(row[kind]["seconds_per_network"] for row in rows)
+        lines.append((words, bad, f"{honest[0]:.1f}", f"{above} of {len(honest)}", f"{seconds:.0f} s"))
+    head = ("searched on", "behind the back door", "most, honest", "honest classes at least as far", "per network")
+    opened = " and ".join(_percent(row["opened"]) for row in rows)
+    return (
+        f"{table(head, lines, 'lrrrr')}\n\nThe back doors open for {opened} of test images. Made by "
+        f"`python -m benchmarks.trigger`; raw results: [`trigger.json`]({link(file, page)})."
+    )
 
 
 def _attacks(found: Mapping[str, Any]) -> str:
@@ -706,9 +727,27 @@ def _personal_under_attack(found: Mapping[str, Any]) -> str:
     return table(("attacker's upload", "alone", "primum, trusting", "primum"), rows, "lrrr")
 
 
-def _honest(found: Mapping[str, Any]) -> str:
+def _hostile(found: Mapping[str, Any]) -> str:
+    kinds: dict[tuple[str, str], list[Any]] = {}
+    for row in found["hostile"]:
+        kinds.setdefault((row["partition"], f"{row['hostile']} of {row['sites']}"), []).append(row)
+    rows = []
+    for (name, share), several in kinds.items():
+        cells: list[str] = []
+        for attack in ("logits x100", "labels flipped"):
+            mine = [row for row in several if row["attack"] == attack]
+            each = [(row["hostile"], row[spec]) for row in mine for spec in row if isinstance(row[spec], dict)]
+            sums = [sum(one[1][k] for one in each) for k in ("found", "wronged")]
+            cells += [f"{sums[0]} of {sum(one[0] for one in each)}", str(sums[1])]
+        rows.append((name, len({row["seed"] for row in several}), share, *cells))
+    wronged = "honest ones left out"
+    header = ("federations", "how many", "hostile", "logits x100: found", wronged, "labels flipped: found", wronged)
+    return table(header, rows, "lrrrrrr")
+
+
+def _honest(found: Sequence[Any]) -> str:
     kinds: dict[str, list[Any]] = {}
-    for row in found["honest"]:
+    for row in found:
         kinds.setdefault(row["partition"], []).append(row)
     rows = []
     for name, several in kinds.items():

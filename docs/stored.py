@@ -42,6 +42,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "membership inference on single networks, the student and the personal model",
         "`python -m benchmarks.membership --data-dir DIR`",
     ),
+    "benchmarks/trigger.json": ("a search for back doors that did not work", "`python -m benchmarks.trigger`"),
     "benchmarks/suite.json": ("the tests under other kernels", "`python -m benchmarks.suite SETTING` for each setting"),
     "benchmarks/superseded.json": ("old values of results", "copied from the results of the commit that it names"),
     "benchmarks/threads.json": (

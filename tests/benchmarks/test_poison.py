@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,41 @@ def test_a_back_door_marks_copies_and_leaves_the_images_alone() -> None:
     client = tiny_clients(1, per_client=20)[0]
     marked = poison.back_door(client)
     assert np.array_equal(marked.images[:20], client.images) and np.array_equal(marked.labels[:20], client.labels)
-    assert set(marked.labels[20:]) == {poison.TARGET} and len(marked.labels) == 24
+    assert set(marked.labels[20:]) == {poison.TARGET} and len(marked.labels) == 40
     assert (marked.images[20:, : poison.PATCH, : poison.PATCH] == 255).all()
-    assert np.array_equal(marked.images[20:, poison.PATCH :], client.images[::5, poison.PATCH :])
+    assert np.array_equal(marked.images[20:, poison.PATCH :], client.images[:, poison.PATCH :])
+
+
+# --- what the stored table must show ---------------------------------------------------------------------------------
+
+STORED = json.loads((poison.ROOT / "results" / "benchmarks" / "poison.json").read_text(encoding="utf-8"))
+ALLOWED = {("back door", "fedbicross:k2"), ("back door", "primum")}  # not found: docs/how-to/threat-model.md
+
+
+@pytest.mark.parametrize("method", poison.METHODS)
+def test_under_every_attack_honest_sites_lose_little_or_the_sender_is_named(method: str) -> None:
+    rows = {row["attack"]: row for row in STORED["attacks"] if row["method"] == method and row["defended"]}
+    assert tuple(rows) == poison.ATTACKS
+    for name, row in rows.items():
+        assert not [note for note in row["notes"] if not note["attacker"]], "nobody honest is named"
+        if not any(note["left_out"] for note in row["notes"]) and (name, method) not in ALLOWED | {
+            ("left out", method)
+        }:
+            assert row["accuracy"] >= rows["honest"]["accuracy"] - 0.03, name
+
+
+def test_under_every_attack_personal_models_are_no_worse_than_training_alone() -> None:
+    rows = [row for row in STORED["attacks"] if row["method"] == "primum"]
+    assert sorted((row["attack"], row["defended"]) for row in rows) == sorted(
+        (name, defended) for name in poison.ATTACKS for defended in (False, True)
+    )
+    assert all(row["personal"] >= row["alone"] - 0.01 for row in rows)
+
+
+def test_nobody_honest_is_left_out_in_federations_that_chose_no_limit() -> None:
+    fresh = STORED["fresh"]
+    assert len(fresh) == 20 and len({(row["partition"], row["seed"]) for row in fresh}) == 20
+    chosen_by = {(row["partition"], row["seed"]) for row in STORED["honest"]}
+    assert not chosen_by & {(row["partition"], row["seed"]) for row in [*fresh, *STORED["hostile"]]}
+    each = [row[spec] for row in fresh for spec in poison.LOOKED_AT]
+    assert sum(one["left_out"] for one in each) == 0 and max(one["lost"] for one in each) <= 0.005

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import soak
 from fedbicross.errors import UploadError
+from fedbicross.methods import METHODS
+from fedbicross.parts.settings import EncoderConfig
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,10 @@ def test_a_check_that_breaks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("fedbicross.pipeline.check_upload", refuses)
     assert soak.fuzz(0.2, random.Random(0))["accepted"] == 0
+
+
+def test_methods_on_frozen_features_are_tried_with_the_tiny_encoder() -> None:
+    """Another one would have to be downloaded first, and the soak ends before it has begun."""
+    sending = {name: cls for name, cls in METHODS.items() if not cls.pools_data}
+    on_features = {name for name, cls in sending.items() if issubclass(cls.Config, EncoderConfig)}
+    assert on_features and all(soak.TINY[name]["encoder"] == "tiny" for name in on_features)

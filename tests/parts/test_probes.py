@@ -39,6 +39,16 @@ def test_answers_are_those_of_the_network(upload: Upload) -> None:
     assert again is not None and torch.equal(again, expected)
 
 
+def test_answers_by_batch_do_not_depend_on_stored_statistics(upload: Upload) -> None:
+    expected = probes.answers_by_batch(upload, 32)
+    other = {n: v * 100 if n.endswith(("running_mean", "running_var")) else v for n, v in upload.tensors.items()}
+    found = probes.answers_by_batch(replace(upload, tensors=other), 32)
+    assert expected is not None and found is not None and torch.equal(found, expected)
+    usual, changed = probes.answers(upload), probes.answers(replace(upload, tensors=other))
+    assert usual is not None and changed is not None and not torch.allclose(usual, changed)
+    assert probes.answers_by_batch(replace(upload, tensors={}), 32) is None
+
+
 def test_what_is_no_network_is_not_asked(upload: Upload) -> None:
     trunk = {name: value for name, value in upload.tensors.items() if not name.startswith("head.")}
     assert probes.answers(replace(upload, tensors=trunk)) is None

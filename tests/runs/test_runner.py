@@ -155,6 +155,17 @@ def test_resume_after_losing_a_stage_gives_the_same_rows(
     assert timeless(runner.resume(out)) == timeless(finished[1])
 
 
+def test_a_client_model_that_was_deleted_is_made_again(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Without it the results would lack the curves of its training, and not say so."""
+    folder, results = finished
+    out = tmp_path / "run"
+    shutil.copytree(folder, out)
+    gone = sorted((out / "client_models").iterdir())[0]
+    gone.unlink()
+    runner.resume(out)
+    assert json.loads((out / "results.json").read_text())["training"] == results["training"] and gone.exists()
+
+
 def test_a_damaged_file_is_named_not_used(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = shutil.copytree(finished[0], tmp_path / "copy")
     shutil.rmtree(out / "rows")

@@ -229,7 +229,10 @@ def test_a_run_that_flower_lost_is_begun_again(ready: Ready, monkeypatch: pytest
     flower = Flower(ready, ["finished:failed", "finished:completed"], error="", undelivered=[])
     monkeypatch.setattr(deploy, "_run_once", flower.run_once)
     said: list[str] = []
+    compacted: list[Path] = []
+    monkeypatch.setattr(deploy, "compact", compacted.append)
     assert deploy.run(ready.folder / "work", Waiting(), said.append)["flower_run"] == 2
+    assert compacted == [ready.folder / "work"], "the space of answers is given back"
     assert said == ["Flower lost run 1 (finished:failed); it is begun again with what is here"]
 
 
@@ -284,9 +287,10 @@ def test_a_run_that_delivered_less_than_it_made_is_no_success(
     from fedbicross.cli.app import app
 
     summary = {"delivered": {"north": "model_made"}, "missing": ["east"], "late": [], "undelivered": undelivered}
+    summary["declined"] = {"east": "policy_method"}
     monkeypatch.setattr(deploy, "run", lambda *given: summary)
     done = CliRunner().invoke(app, ["flower", "run", *words])
-    assert "north" in done.stdout
+    assert "north" in done.stdout and "policy_method" in done.stdout
     if not undelivered:
         assert done.exit_code == 0
         return

@@ -281,6 +281,50 @@ def test_a_site_that_could_not_is_named_by_its_registration(federation, uploads,
     assert any(line.startswith("client-2: error[no_images]") for line in done.said)
 
 
+def test_a_site_whose_policy_refuses_is_named_and_not_asked_again(federation, uploads, tmp_path) -> None:
+    """It has decided: the others need not wait for it, where they are enough."""
+    one, two, _ = all_well(uploads)
+    declines = Node([says(code="policy_method")], name="client-2")
+    done = play(federation, tmp_path, one, two, declines, retry_seconds=1.0, grace_seconds=900.0)
+    assert [kind for kind, _ in declines.asked] == ["train"]
+    assert done.summary["declined"] == {"client-2": "policy_method"}
+    assert done.summary["missing"] == ["client-2"] and done.summary["refused"] == ["policy_method"]
+    assert done.fused == [["client-0", "client-1"]] and sorted(done.summary["delivered"]) == ["client-0", "client-1"]
+    assert done.clock.now - done.began < 60, "nobody waits out the grace"
+    assert any(line.startswith("client-2: error[policy_method]") and "not asked again" in line for line in done.said)
+
+
+def test_refusing_sites_that_leave_no_quorum_end_the_run_by_name(federation, uploads, tmp_path) -> None:
+    one, *_ = all_well(uploads)
+    declining = [Node([says(code="policy_audit")], name=name) for name in ("client-1", "client-2")]
+    with pytest.raises(MethodError, match=r"declined: client-1 \(policy_audit\), client-2 \(policy_audit\)") as caught:
+        play(federation, tmp_path, one, *declining, deadline_seconds=900.0)
+    last = play.last  # type: ignore[attr-defined]
+    assert caught.value.code == "quorum" and last.clock.now - last.began < 60
+    assert (tmp_path / "uploads/client-0.safetensors").exists(), "the next run begins with it"
+
+
+def test_a_refusing_node_that_nobody_registered_speaks_for_no_site(federation, uploads, tmp_path) -> None:
+    one, two, three = all_well(uploads)
+    three.online_from = 1050.0
+    stranger = Node([says(code="policy_method")])
+    done = play(federation, tmp_path, one, two, three, stranger)
+    assert done.fused == [sorted(KEYS)] and len(stranger.asked) == 1
+    assert done.summary["declined"] == {"node 103": "policy_method"}
+
+
+def test_an_upload_sent_before_a_policy_refused_is_used_and_its_reply_not_waited_for(
+    federation, uploads, tmp_path
+) -> None:
+    one, two, _ = all_well(uploads)
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads" / "client-2.safetensors").write_bytes(uploads["client-2"])
+    declines = Node([says(code="policy_others")], name="client-2")
+    done = play(federation, tmp_path, one, two, declines, grace_seconds=900.0)
+    assert done.fused == [sorted(KEYS)] and done.summary["undelivered"] == ["client-2"]
+    assert done.clock.now - done.began < 60
+
+
 def test_words_from_outside_are_made_plain(federation, uploads, tmp_path) -> None:
     one, two, _ = all_well(uploads)
     rude = Node([says(code="\x1b[31m<script>\n" + "x" * 100)])

@@ -124,7 +124,8 @@ def _print(summary: dict[str, Any]) -> None:
         ("undelivered", "reply waits here"),
     ):
         for site in summary[label]:
-            print(f"{site}: {words}")
+            declined = summary["declined"].get(site) if label == "missing" else None
+            print(f"{site}: {words}" + (f"; its own policy refuses ({declined})" if declined else ""))
 
 
 def _say(line: str) -> None:

@@ -37,11 +37,12 @@ MOST_STATISTICS = 100.0  # of a layer's batch-normalisation statistics, either w
 LEAST_START = 0.25  # cosine with the common start, as a share of the peers' median; honest sites stay above 0.9
 CLEAR_START = 0.5  # that median, below which training has left the start too far behind to tell
 MOST_CLAIMED = 1e4  # images claimed, over the median of the peers'
-MOST_IMAGES = 100.0  # the same by class, from which on they count for no more
+MOST_IMAGES = 1e3  # the same by class, from which on they count for no more
 MOST_SEEN = 10.0  # images claimed, over those in all batches that the network counted
-LEAST_AGREEMENT = -0.2  # with peers about shared classes; honest sites stay above -0.1
-SHARED, KNOWN = 3, 5  # classes that make agreement worth a word, and images that make a class known
-PROBES = 64
+LEAST_AGREEMENT = -0.15  # with peers about shared classes; honest sites stay above -0.05
+SHARED, KNOWN = 4, 10  # classes that make agreement worth a word, and images that make a class known
+SHOWN = 0.03  # share of a class in a network's answers below which it counts as unknown, where no counts are sent
+PROBES = 128
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ Rule = tuple[float, "Tensor", str]  # a limit, the values [N] that it is for, an
 
 def _worst(uploads: Sequence[Upload], ctx: Context) -> tuple[str, str] | None:
     """Who is furthest beyond a limit, and in what; nobody if all are within all."""
-    rules = [(uploads, rule) for rule in (*_about_claims(uploads, ctx), *_about_answers(uploads))]
-    rules += [(alike, rule) for alike in _by_architecture(uploads) for rule in _about_networks(alike, ctx)]
+    rules = [(uploads, rule) for rule in _about_claims(uploads, ctx)]
+    for alike in _by_architecture(uploads):
+        rules += [(alike, rule) for rule in (*_about_networks(alike, ctx), *_about_answers(alike, ctx))]
     found = [
         (value / limit, upload.client, what.format(value))
         for group, (limit, values, what) in rules
@@ -133,15 +135,32 @@ def _about_claims(uploads: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
     yield MOST_CLAIMED, steps.outliers.larger_than_peers(claimed), "claims {:.0f} times as many images as others"
 
 
-def _about_answers(uploads: Sequence[Upload]) -> Iterator[Rule]:
-    """Who says the opposite of the others about classes that they share: labels that were flipped, say."""
-    if any(upload.class_counts is None for upload in uploads):
+def _about_answers(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
+    """Who says the opposite of the others about classes that they share: labels that were flipped, say.
+
+    Only for networks with batch normalisation: answers of others to noise depend on its size, and honest ones differ.
+    """
+    if not any(name.endswith("running_var") for name in alike[0].tensors):
         return
-    answers = [logits for logits in (parts.probes.answers(upload, PROBES) for upload in uploads) if logits is not None]
-    if len(answers) == len(uploads):
-        known = parts.teachers.class_counts(uploads, len(uploads[0].task.classes)) >= KNOWN
-        found = steps.outliers.agreement(torch.stack(answers), known, SHARED)
-        yield 1.0, 1 + LEAST_AGREEMENT - found, "answers against the others on classes that it shares with them"
+    answers = [logits for logits in (parts.probes.answers_by_batch(u, PROBES) for u in alike) if logits is not None]
+    logits = torch.stack(answers).nan_to_num(0.0, 0.0, 0.0)  # one network without answers must not silence the rule
+    found = steps.outliers.agreement(logits, _known(alike, logits, ctx), SHARED)
+    yield 1.0, 1 + LEAST_AGREEMENT - found, "answers against the others on classes that it shares with them"
+
+
+def _known(alike: Sequence[Upload], logits: Tensor, ctx: Context) -> Tensor:
+    """Which classes each site knows [N,C]: by its counts if all sent them, else by what its network shows.
+
+    A network answers about as often with a class as its images had it, and hardly ever with one that it never saw. Not
+    so after balanced softmax, which takes the class mix out: there nobody is judged without counts.
+    """
+    if all(upload.class_counts is not None for upload in alike):
+        return parts.teachers.class_counts(alike, len(alike[0].task.classes)) >= KNOWN
+    if ctx.training.loss == "balanced":
+        return torch.zeros(len(alike), logits.shape[-1], dtype=torch.bool)
+    shares = logits.softmax(-1).mean(1)
+    an_epoch = torch.tensor([_images_counted(upload, ctx) / ctx.training.epochs for upload in alike])
+    return (shares >= SHOWN) & (shares * an_epoch[:, None] >= KNOWN)
 
 
 def _about_networks(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
@@ -209,10 +228,14 @@ def _flat(state: dict[str, Tensor], part: str) -> Tensor:
 
 def _claimed_over_seen(upload: Upload, ctx: Context) -> float:
     """Images claimed over the most that the network can have seen by its own counters; 0 where nothing says so."""
+    counted = _images_counted(upload, ctx)
+    return _claimed(upload) / counted if counted and parts.probes.network_of(upload) is not None else 0.0
+
+
+def _images_counted(upload: Upload, ctx: Context) -> int:
+    """The most images that can have been in all batches that the network counted; 0 where it counts none."""
     counters = [int(value) for name, value in upload.tensors.items() if name.endswith("num_batches_tracked")]
-    if not counters or parts.probes.network_of(upload) is None:
-        return 0.0
-    return _claimed(upload) / (max(1, *counters) * ctx.training.batch_size)
+    return max(1, *counters) * ctx.training.batch_size if counters else 0
 
 
 # --- limited ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbicross import models
 from fedbicross.bundle import validate
@@ -41,12 +41,41 @@ def network_of(upload: Upload) -> dict[str, Tensor] | None:
 @torch.no_grad()
 def answers(upload: Upload, count: int = COUNT) -> Tensor | None:
     """Logits [count,C] of the upload's network, on the CPU in float32; None where it has none."""
+    network, task = _built(upload), upload.task
+    return None if network is None else _asked(network, images(task.channels, task.image_size, count))
+
+
+@torch.no_grad()
+def answers_by_batch(upload: Upload, count: int) -> Tensor | None:
+    """The same to pink noise alone, with batch-normalisation layers that go by this batch, not by stored statistics.
+
+    So features are as large as they were in training, and answers to noise are about what was learnt. With the stored
+    statistics they are mostly about how far noise is from any image.
+    """
+    network, task = _built(upload), upload.task
+    if network is None:
+        return None
+    for module in network.modules():
+        module.train(isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return _asked(network, _pink(task.channels, task.image_size, count))
+
+
+@lru_cache(maxsize=8)
+def _pink(channels: int, size: int, count: int) -> Tensor:
+    return pink((count, channels, size, size), torch.Generator().manual_seed(0))
+
+
+def _built(upload: Upload) -> nn.Module | None:
     state, task = network_of(upload), upload.task
     if state is None:
         return None
     network = models.build(task.model, task.channels, len(task.classes), task.image_size)
     network.load_state_dict(state)
-    found: Tensor = network.eval()(images(task.channels, task.image_size, count).to(next(network.parameters()).dtype))
+    return network.eval()
+
+
+def _asked(network: nn.Module, probes: Tensor) -> Tensor:
+    found: Tensor = network(probes.to(next(network.parameters()).dtype))
     return found.float()
 
 

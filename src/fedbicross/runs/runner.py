@@ -23,7 +23,6 @@ from fedbicross.data import DATASETS, Dataset, Partition, client_images, load_da
 from fedbicross.data import check as check_data
 from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
 from fedbicross.engine.predict import Answers
-from fedbicross.engine.train import Trained
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
 from fedbicross.evaluate.summary import is_alone, local_baselines
@@ -421,21 +420,19 @@ def make_clients(dataset: Dataset, partition: Partition) -> tuple[list[Client], 
 
 
 def _note_training(record: Mapping[str, Any], ctx: Context, summary: dict[str, Any], clients: list[Client]) -> None:
-    """Training curves of the client models, for the report."""
+    """Training curves of the client models, for the report; a model that was deleted is made again."""
     curves = summary["training"].setdefault(str(ctx.seed), {})
-    names = {ctx.models.local_model_key(client): client.name for client in clients}
+    by_key = {ctx.models.local_model_key(client): client for client in clients}
     for key in record["local_models"]:
-        if key in names and names[key] not in curves:
-            data = ctx.store.load(f"client_models/{key}.safetensors")
-            if data is not None:
-                trained = Trained.unpack(data)
-                curves[names[key]] = {
-                    "model": trained.architecture,
-                    "history": trained.history,
-                    "best_epoch": trained.best_epoch,
-                    "train_images": trained.train_images,
-                    "val_images": trained.val_images,
-                }
+        if key in by_key and by_key[key].name not in curves:
+            trained = ctx.local_model(by_key[key])
+            curves[by_key[key].name] = {
+                "model": trained.architecture,
+                "history": trained.history,
+                "best_epoch": trained.best_epoch,
+                "train_images": trained.train_images,
+                "val_images": trained.val_images,
+            }
 
 
 def _header(prepared: Prepared) -> dict[str, Any]:

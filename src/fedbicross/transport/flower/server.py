@@ -37,6 +37,9 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
 }
 
 
+_POLICY = "policy_"  # with which codes of a site's own policy begin (`disclosure.policy`)
+
+
 @dataclass
 class Node:
     """A node, and what came of it in this run."""
@@ -47,6 +50,7 @@ class Node:
     unanswered: int = 0  # questions since the last answer
     ask_again: float = 0.0  # not before this moment
     busy: bool = False  # a question is under way
+    declined: bool = False  # the site's own policy refuses: that is a decision, and asking again changes nothing
     delivered: bool = False
 
 
@@ -61,6 +65,7 @@ class Summary:
     delivered: dict[str, str] = field(default_factory=dict)  # what each site did with its reply
     undelivered: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # codes of what was refused, in order
+    declined: dict[str, str] = field(default_factory=dict)  # sites whose own policy refuses, and its code
     complete: bool = False
     error: str = ""  # what ended the run before that
 
@@ -189,19 +194,24 @@ class OneShot:
         self.say(f"reply to {site.name}: {state}")
 
     def _failed(self, node: int, error: FedBiCrossError) -> None:
-        """Note it, and ask again later: at first after a minute, then ever more rarely."""
+        """Note it, and ask again later: at first after a minute, then ever more rarely. A policy is not asked again."""
         site = self.sites[node]
+        label = site.name or (site.registered if site.registered in self.federation.clients else f"node {node}")
+        self.outcome.refused.append(error.code)
+        if error.code.startswith(_POLICY):
+            site.declined = True
+            self.outcome.declined[label] = error.code
+            self.say(f"{label}: {error}; it is not asked again in this run")
+            return
         pause = min(self.limits.retry_seconds * 2**site.failures, max(3600.0, self.limits.retry_seconds))
         site.failures += 1
         site.ask_again = self.clock() + pause
-        self.outcome.refused.append(error.code)
-        label = site.name or (site.registered if site.registered in self.federation.clients else f"node {node}")
         self.say(f"{label}: {error}; asked again in {pause:.0f} s")
 
     # --- when ----------------------------------------------------------------------------------------------
 
     def _may_ask(self, site: Node) -> bool:
-        return self.clock() >= site.ask_again
+        return not site.declined and self.clock() >= site.ask_again
 
     def _question(self, kind: str, node: int, bundle: bytes | None = None) -> Message:
         question = content({"run": self.federation.run}, bundle)
@@ -213,17 +223,16 @@ class OneShot:
         return {name: path for name, path in paths.items() if path.exists()}
 
     def _time_to_fuse(self) -> bool:
-        here, now = len(self._uploads()), self.clock()
-        if here == len(self.federation.clients):
-            return True
+        uploads, now = self._uploads(), self.clock()
+        here, awaited = len(uploads), set(self.federation.clients) - set(uploads) - set(self.outcome.declined)
         over = now - self.began >= self.limits.deadline_seconds
         if here < self.federation.quorum:
-            if over:
+            if over or here + len(awaited) < self.federation.quorum:
                 raise MethodError(
                     "quorum", f"{here} uploads came, {self.federation.quorum} are needed; {self._lacking()}"
                 )
             return False
-        return over or now - self.last_news >= self.limits.grace_seconds
+        return not awaited or over or now - self.last_news >= self.limits.grace_seconds
 
     def _fuse(self) -> None:
         missing = self._lacking()
@@ -242,11 +251,14 @@ class OneShot:
     def _lacking(self) -> str:
         here = self._uploads()
         names = [name for name in sorted(self.federation.clients) if name not in here]
-        return f"missing: {', '.join(names)}" if names else ""
+        declined = [f"{name} ({code})" for name, code in sorted(self.outcome.declined.items()) if name not in here]
+        lists = {"missing": names, "declined": declined}
+        return "; ".join(f"{label}: {', '.join(several)}" for label, several in lists.items() if several)
 
     def _time_to_end(self) -> bool:
         taking_part = [site for site in self.sites.values() if site.name in self.replies]
-        if set(self.replies) == {site.name for site in taking_part if site.delivered}:
+        delivered = {site.name for site in taking_part if site.delivered}
+        if set(self.replies) <= delivered | set(self.outcome.declined):
             return True
         if self.clock() - self.began >= self.limits.deadline_seconds:
             return True

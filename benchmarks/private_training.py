@@ -8,7 +8,8 @@ and the site's gate between its own model and that one. Each on the site's own t
 What a choice of settings tells of the images that it was made on is not accounted for. Uploads of `primum` need
 batch-normalisation statistics and balanced classes, and cannot be private: here its gate judges other shared models.
 
-`--quick` is for trying the script: drawn cells, one ε, one epoch.
+With `--features DIR`, where features of EfficientNet-Lite0 are kept, the same for `analytic`, which sends sums of them
+behind noise and needs no DP-SGD. `--quick` is for trying the script: drawn cells, one ε, one epoch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.privacy import ENCODER, Kept
 from fedbicross import models
-from fedbicross.context import Context, Task
+from fedbicross.context import Context, Store, Task
 from fedbicross.data import load_dataset
 from fedbicross.data.cells import load_cells
 from fedbicross.data.dataset import Dataset
@@ -195,6 +197,28 @@ def federation(
     return [row for row in rows if row["model"] != ALONE or epsilon == plan.epsilons[0]]
 
 
+def on_features(job: tuple[str, str, int, float], plan: Plan, folder: Path) -> list[dict[str, Any]]:
+    """The same for heads on a frozen encoder's features."""
+    name, kind, seed, epsilon = job
+    data = plan.load(name)
+    clients, owners, test = dealt(data, kind, seed)
+    ctx = replace(plan.context(data, "cnn", Training(), seed), store=Kept(folder))
+    view = {} if plan.drawn else {"encoder": ENCODER, "encoder_size": 96}
+    settings = {"analytic": {**view, "delta": DELTA, "projection": None if plan.drawn else 256, "epsilon": epsilon}}
+    gated = create("analytic:personal", settings, quick=plan.drawn)
+    shared = create("analytic", settings, quick=plan.drawn)
+    found: list[tuple[float | None, str, dict[str, Predictor]]] = [
+        (None, ALONE, {client.name: gated.alone(client, ctx) for client in clients})
+    ]
+    each = [simulate(shared, [client], replace(ctx, scope=f"alone-{client.name}")) for client in clients]
+    found.append((epsilon, NOISY, {name: model for one in each for name, model in one.items()}))
+    for label, method in (("analytic", shared), ("analytic:personal", gated)):
+        found.append((epsilon, label, simulate(method, clients, replace(ctx, scope=label.replace(":", "-")))))
+    about = {"data": name, "partition": kind, "seed": seed}
+    rows = scored(found, data, clients, owners, test, plan.device, about, ctx.store)
+    return [row for row in rows if row["model"] != ALONE or epsilon == plan.epsilons[0]]
+
+
 def as_sent(client: Client, ctx: Context) -> Predictor:
     """The network that leaves, used by its own site."""
     trained = ctx.local_model(client)
@@ -209,6 +233,7 @@ def scored(
     test: protocols.TestSet,
     device: str,
     about: Mapping[str, Any],
+    store: Store | None = None,
 ) -> list[dict[str, Any]]:
     """Accuracy of every model under two protocols, and image by image against the first one, training alone."""
     rows, alone = [], dict[str, np.ndarray]()
@@ -217,7 +242,7 @@ def scored(
         for client in clients:
             predictor = predictors[client.name]
             if id(predictor) not in answers:
-                answers[id(predictor)] = predictor.probabilities(data.test.images, device)
+                answers[id(predictor)] = predictor.probabilities(data.test.images, device, store=store)
             said = answers[id(predictor)]
             bar = alone.setdefault(client.name, said)
             counts = np.array(client.class_counts(len(data.classes)))
@@ -280,30 +305,30 @@ def main() -> None:
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 4.0, 8.0])
     parser.add_argument("--epochs", type=int, default=20, help="of training alone")
     parser.add_argument("--model", default="resnet8")
+    parser.add_argument("--features", type=Path, help="in place of networks, heads on features that are kept here")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no further seed that would end after them")
     parser.add_argument("--quick", action="store_true", help="drawn cells, one ε, one epoch: to try the script")
-    parser.add_argument("--out", type=Path, default=RESULTS / "dp-sgd.json")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    grid = tuple(GRID)
+    began, grid = time.monotonic(), tuple(GRID)
+    torch.set_num_threads(1)
     if given.quick:
         given.data, given.seeds, given.epsilons, given.epochs = given.data[:1], [0], [8.0], 1
         grid = tuple({"epochs": 1, "batch_size": 16, "lr": lr} for lr in (0.1, 0.3))
-    began = time.monotonic()
-    torch.set_num_threads(1)
-    speed = speeds(given.model, given.device, 16 if given.quick else 256, 8 if given.quick else 28)
-    products = speed["products"] > speed["convolutions"]
-    print(f"gradients of single images a second: {speed}", flush=True)
-    plan = Plan(
-        given.data_dir, given.device, given.model, given.epochs, tuple(given.epsilons), grid, given.quick, products
-    )
-    rows: list[dict[str, Any]] = []
+    plan = Plan(given.data_dir, given.device, given.model, given.epochs, tuple(given.epsilons), grid, given.quick)
+    stored: dict[str, Any] = {"schema": 1, "delta": DELTA, "versions": versions(given.device)}
     with processes(given.jobs) as each:
-        jobs = list(product(plan.epsilons, plan.grid))
-        development = list(each(partial(tried, plan=plan, data_name=given.data[0]), jobs))
-        best = {epsilon: chosen(development, epsilon) for epsilon in plan.epsilons}
-        print(f"chosen after {time.monotonic() - began:.0f} s: {best}", flush=True)
+        if given.features is None:
+            plan, about = developed(plan, given.data[0], each)
+            stored |= about
+            best = {epsilon: about["chosen"][f"{epsilon:g}"] for epsilon in plan.epsilons}
+            work = partial(federation, plan=plan, best=best)
+            print(f"chosen after {time.monotonic() - began:.0f} s: {best}", flush=True)
+        else:
+            work = partial(on_features, plan=plan, folder=given.features)
+        rows: list[dict[str, Any]] = []
         took = 0.0
         for seed in given.seeds:
             before = time.monotonic()
@@ -311,27 +336,32 @@ def main() -> None:
                 print(f"no time left for seed {seed}")
                 break
             cells = list(product(given.data, PARTITIONS, [seed], plan.epsilons))
-            rows += [row for cell in each(partial(federation, plan=plan, best=best), cells) for row in cell]
+            rows += [row for cell in each(work, cells) for row in cell]
             took = time.monotonic() - before
             print(f"seed {seed}: {took:.0f} s", flush=True)
-    stored = {
-        "schema": 1,
-        "model": given.model,
-        "delta": DELTA,
-        "developed_on": given.data[0],
-        "development": development,
-        "chosen": {f"{epsilon:g}": settings for epsilon, settings in best.items()},
+    stored |= {"rows": rows, "summary": summary(rows), "seconds": round(time.monotonic() - began)}
+    out = given.out or RESULTS / ("dp-sgd.json" if given.features is None else "dp-features.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(stored, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    show(rows)
+    print(f"{out.name}: {stored['seconds']} s")
+
+
+def developed(plan: Plan, data: str, each: Callable[..., Iterable[Any]]) -> tuple[Plan, dict[str, Any]]:
+    """The faster way for single gradients, the settings chosen for each ε, and what they were chosen by."""
+    speed = speeds(plan.model, plan.device, 16 if plan.drawn else 256, 8 if plan.drawn else 28)
+    print(f"gradients of single images a second: {speed}", flush=True)
+    plan = replace(plan, products=speed["products"] > speed["convolutions"])
+    development = list(each(partial(tried, plan=plan, data_name=data), list(product(plan.epsilons, plan.grid))))
+    return plan, {
+        "model": plan.model,
         "training": plan.recipe.model_dump(),
         "gradients_per_second": speed,
-        "products": products,
-        "rows": rows,
-        "versions": versions(given.device),
-        "seconds": round(time.monotonic() - began),
+        "products": plan.products,
+        "developed_on": data,
+        "development": development,
+        "chosen": {f"{epsilon:g}": chosen(development, epsilon) for epsilon in plan.epsilons},
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(stored, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    show(rows)
-    print(f"{given.out.name}: {stored['seconds']} s")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,16 @@ def test_every_model_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert alone["sites"] == 5 and alone["matched_better"] == alone["matched_worse"] == 0
 
 
+def test_heads_on_features_are_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PARTITIONS", {"iid": "alike"})
+    out = tmp_path / "found.json"
+    words = ["--quick", "--features", str(tmp_path / "kept"), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["private_training", *words])
+    bench.main()
+    lines = {(line["model"], line["epsilon"]) for line in json.loads(out.read_text(encoding="utf-8"))["summary"]}
+    assert lines == {(bench.ALONE, None), (bench.NOISY, 8.0), ("analytic", 8.0), ("analytic:personal", 8.0)}
+
+
 def test_the_highest_accuracy_is_chosen_for_its_own_epsilon() -> None:
     def row(epsilon: float, lr: float, accuracy: float, loss: float) -> dict[str, object]:
         return {"epsilon": epsilon, "settings": {"lr": lr}, "accuracy": accuracy, "loss": loss}

@@ -197,26 +197,32 @@ def federation(
     return [row for row in rows if row["model"] != ALONE or epsilon == plan.epsilons[0]]
 
 
-def on_features(job: tuple[str, str, int, float], plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """The same for heads on a frozen encoder's features."""
-    name, kind, seed, epsilon = job
+def on_features(job: tuple[str, str, int], plan: Plan, folder: Path) -> list[dict[str, Any]]:
+    """The same for heads on a frozen encoder's features, for every ε: training alone is the slow part here."""
+    name, kind, seed = job
+    torch.set_num_threads(1)
     data = plan.load(name)
     clients, owners, test = dealt(data, kind, seed)
-    ctx = replace(plan.context(data, "cnn", Training(), seed), store=Kept(folder))
-    view = {} if plan.drawn else {"encoder": ENCODER, "encoder_size": 96}
-    settings = {"analytic": {**view, "delta": DELTA, "projection": None if plan.drawn else 256, "epsilon": epsilon}}
-    gated = create("analytic:personal", settings, quick=plan.drawn)
-    shared = create("analytic", settings, quick=plan.drawn)
+    ctx = replace(plan.context(data, "cnn", Training(), seed), store=Kept(folder / f"{name}-{kind}-{seed}"))
+    view = {} if plan.drawn else {"encoder": ENCODER, "encoder_size": 96, "projection": 256}
+
+    def method(label: str, epsilon: float | None) -> Any:
+        return create(label, {"analytic": {**view, "delta": DELTA, "epsilon": epsilon}}, quick=plan.drawn)
+
     found: list[tuple[float | None, str, dict[str, Predictor]]] = [
-        (None, ALONE, {client.name: gated.alone(client, ctx) for client in clients})
+        (None, ALONE, {client.name: method("analytic:personal", None).alone(client, ctx) for client in clients})
     ]
-    each = [simulate(shared, [client], replace(ctx, scope=f"alone-{client.name}")) for client in clients]
-    found.append((epsilon, NOISY, {name: model for one in each for name, model in one.items()}))
-    for label, method in (("analytic", shared), ("analytic:personal", gated)):
-        found.append((epsilon, label, simulate(method, clients, replace(ctx, scope=label.replace(":", "-")))))
+    for epsilon in plan.epsilons:
+        own = {}
+        for client in clients:
+            place = replace(ctx, scope=f"alone-{client.name}-{epsilon:g}")
+            own |= simulate(method("analytic", epsilon), [client], place)
+        found.append((epsilon, NOISY, own))
+        for label in ("analytic", "analytic:personal"):
+            place = replace(ctx, scope=f"{label.replace(':', '-')}-{epsilon:g}")
+            found.append((epsilon, label, simulate(method(label, epsilon), clients, place)))
     about = {"data": name, "partition": kind, "seed": seed}
-    rows = scored(found, data, clients, owners, test, plan.device, about, ctx.store)
-    return [row for row in rows if row["model"] != ALONE or epsilon == plan.epsilons[0]]
+    return scored(found, data, clients, owners, test, plan.device, about, ctx.store)
 
 
 def as_sent(client: Client, ctx: Context) -> Predictor:
@@ -324,10 +330,10 @@ def main() -> None:
             plan, about = developed(plan, given.data[0], each)
             stored |= about
             best = {epsilon: about["chosen"][f"{epsilon:g}"] for epsilon in plan.epsilons}
-            work = partial(federation, plan=plan, best=best)
+            work, parts = partial(federation, plan=plan, best=best), [plan.epsilons]
             print(f"chosen after {time.monotonic() - began:.0f} s: {best}", flush=True)
         else:
-            work = partial(on_features, plan=plan, folder=given.features)
+            work, parts = partial(on_features, plan=plan, folder=given.features), []
         rows: list[dict[str, Any]] = []
         took = 0.0
         for seed in given.seeds:
@@ -335,7 +341,7 @@ def main() -> None:
             if before + took - began > 60 * given.minutes:
                 print(f"no time left for seed {seed}")
                 break
-            cells = list(product(given.data, PARTITIONS, [seed], plan.epsilons))
+            cells = list(product(given.data, PARTITIONS, [seed], *parts))
             rows += [row for cell in each(work, cells) for row in cell]
             took = time.monotonic() - before
             print(f"seed {seed}: {took:.0f} s", flush=True)

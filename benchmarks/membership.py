@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--shadows", type=int, default=6)
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--epsilons", type=float, nargs="*", default=[], help="rows of networks trained by DP-SGD")
+    parser.add_argument("--only-private", action="store_true", help="those rows alone")
     parser.add_argument("--private", type=Path, default=RESULTS / "dp-sgd.json", help="whose settings they have")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
@@ -174,7 +175,9 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     data = load(given)
-    jobs: list[tuple[int, bool, float | None]] = [(seed, False, None) for seed in given.seeds]
+    jobs: list[tuple[int, bool, float | None]] = []
+    if not given.only_private:
+        jobs += [(seed, False, None) for seed in given.seeds]
     if given.epsilons:
         jobs += [(seed, True, epsilon) for seed in given.seeds for epsilon in (None, *given.epsilons)]
     with processes(given.jobs) as each:

@@ -77,6 +77,8 @@ class Plan:
     epsilons: tuple[float, ...]
     grid: tuple[Mapping[str, Any], ...]
     drawn: bool = False  # cells that a program drew, in place of a data set
+    images: int | None = None  # of each site; none: all that there are
+    tests: int | None = None
     products: bool = False  # convolutions of single images as products of matrices: the same numbers, another speed
 
     @property
@@ -90,7 +92,14 @@ class Plan:
         return self.recipe.model_copy(update={"dp": dp})
 
     def load(self, name: str) -> Dataset:
-        return load_cells(8, 0, 300, 90) if self.drawn else load_dataset(name, data_dir=self.data_dir)
+        """The data set, or as many images of it as were asked for, drawn by lot."""
+        data = load_cells(8, 0, 300, 90) if self.drawn else load_dataset(name, data_dir=self.data_dir)
+        rng = np.random.default_rng(0)
+        train, test = (
+            part.take(np.sort(rng.permutation(len(part.labels))[:most]))
+            for part, most in ((data.train, self.images and 5 * self.images), (data.test, self.tests))
+        )
+        return Dataset(data.name, data.classes, train, test, data.note)
 
     def context(self, data: Dataset, model: str, training: Training, seed: int) -> Context:
         task = Task(tuple(data.classes), data.image_size, data.channels, model)
@@ -311,6 +320,10 @@ def main() -> None:
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 4.0, 8.0])
     parser.add_argument("--epochs", type=int, default=20, help="of training alone")
     parser.add_argument("--model", default="resnet8")
+    parser.add_argument("--partitions", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS))
+    parser.add_argument("--images", type=int, help="of each site; else all that there are")
+    parser.add_argument("--tests", type=int, help="test images; else all")
+    parser.add_argument("--short", action="store_true", help="two settings to choose from, of five epochs: for a CPU")
     parser.add_argument("--features", type=Path, help="in place of networks, heads on features that are kept here")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
@@ -320,11 +333,14 @@ def main() -> None:
     given = parser.parse_args()
     began, grid = time.monotonic(), tuple(GRID)
     torch.set_num_threads(1)
+    if given.short:
+        grid = tuple({"epochs": 5, "batch_size": 64, "lr": lr} for lr in (0.1, 0.3))
     if given.quick:
         given.data, given.seeds, given.epsilons, given.epochs = given.data[:1], [0], [8.0], 1
         grid = tuple({"epochs": 1, "batch_size": 16, "lr": lr} for lr in (0.1, 0.3))
-    plan = Plan(given.data_dir, given.device, given.model, given.epochs, tuple(given.epsilons), grid, given.quick)
-    stored: dict[str, Any] = {"schema": 1, "delta": DELTA, "versions": versions(given.device)}
+    sizes = {"drawn": given.quick, "images": given.images, "tests": given.tests}
+    plan = Plan(given.data_dir, given.device, given.model, given.epochs, tuple(given.epsilons), grid, **sizes)
+    stored: dict[str, Any] = {"schema": 1, "delta": DELTA, "versions": versions(given.device), **sizes}
     with processes(given.jobs) as each:
         if given.features is None:
             plan, about = developed(plan, given.data[0], each)
@@ -341,7 +357,7 @@ def main() -> None:
             if before + took - began > 60 * given.minutes:
                 print(f"no time left for seed {seed}")
                 break
-            cells = list(product(given.data, PARTITIONS, [seed], *parts))
+            cells = list(product(given.data, given.partitions, [seed], *parts))
             rows += [row for cell in each(work, cells) for row in cell]
             took = time.monotonic() - before
             print(f"seed {seed}: {took:.0f} s", flush=True)
@@ -355,9 +371,11 @@ def main() -> None:
 
 def developed(plan: Plan, data: str, each: Callable[..., Iterable[Any]]) -> tuple[Plan, dict[str, Any]]:
     """The faster way for single gradients, the settings chosen for each ε, and what they were chosen by."""
-    speed = speeds(plan.model, plan.device, 16 if plan.drawn else 256, 8 if plan.drawn else 28)
-    print(f"gradients of single images a second: {speed}", flush=True)
-    plan = replace(plan, products=speed["products"] > speed["convolutions"])
+    speed = {}
+    if plan.device != "cpu":  # there convolutions are three times as fast
+        speed = speeds(plan.model, plan.device, 256, 28)
+        print(f"gradients of single images a second: {speed}", flush=True)
+        plan = replace(plan, products=speed["products"] > speed["convolutions"])
     development = list(each(partial(tried, plan=plan, data_name=data), list(product(plan.epsilons, plan.grid))))
     return plan, {
         "model": plan.model,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import private_training as bench
+from docs import measured
 from fedbicross import models
 
 
@@ -29,6 +30,11 @@ def test_every_model_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(lines) == {(bench.ALONE, None), ("the same with batch norm", None)} | {
         (model, 8.0) for model in (bench.NOISY, *bench.SHARED, "ensemble:personal")
     }
+    (tmp_path / "results/privacy").mkdir(parents=True)
+    (tmp_path / "found.json").rename(tmp_path / "results/privacy/dp-sgd.json")
+    text = measured.private_training("dp-sgd", tmp_path / "docs/page.md", tmp_path)
+    assert text.count("\n| `ensemble:personal` | 8 |") == 1 and "the best of 2 on images" in text
+    assert measured.private_training("dp-features", tmp_path / "docs/page.md", tmp_path) == "Not measured yet."
     alone = lines[bench.ALONE, None]
     assert alone["sites"] == 5 and alone["matched_better"] == alone["matched_worse"] == 0
 

@@ -111,9 +111,11 @@ def membership(what: str, page: Path, root: Path) -> str:
         )
     titles = ("model", "seed", "accuracy, %", "AUC, shadows", "found at 1 % false alarms, %", "at 0.1 %, %")
     config, versions = found["config"], found["versions"]
+    each = [f"ε = {name}: {one['epochs']}" for name, one in config.get("private", {}).items()]
+    noisy = f", with noise {', '.join(each)}" if each else ""
     made = (
         f"{config['data']}, {config['clients']} sites of {config['train_images']} images, {config['model']}, "
-        f"{config['training']['epochs']} epochs ({config['training']['recipe']}); {row['members']} members of one "
+        f"{config['training']['epochs']} epochs ({config['training']['recipe']}){noisy}; {row['members']} members of one "
         f"site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
         f"{versions['device']}, torch {versions['torch']}. Made by "
         f"`python -m benchmarks.membership`; raw results: [`{name}`]({link(file, page)})."

@@ -115,8 +115,8 @@ def membership(what: str, page: Path, root: Path) -> str:
     noisy = f", with noise {', '.join(each)}" if each else ""
     made = (
         f"{config['data']}, {config['clients']} sites of {config['train_images']} images, {config['model']}, "
-        f"{config['training']['epochs']} epochs ({config['training']['recipe']}){noisy}; {row['members']} members of one "
-        f"site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
+        f"{config['training']['epochs']} epochs ({config['training']['recipe']}){noisy}; {row['members']} members of "
+        f"one site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
         f"{versions['device']}, torch {versions['torch']}. Made by "
         f"`python -m benchmarks.membership`; raw results: [`{name}`]({link(file, page)})."
     )

@@ -6,20 +6,25 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
-.PHONY: setup demo test check lint format bench soak sbom docs clean
+.PHONY: setup demo test check lint format bench soak sbom lock docs clean
 
 setup: $(STAMP)
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Every file is compared with its hash; then torch alone is left to install, the build that this machine's index offers.
+LOCKED := $(PIP) --require-hashes --no-deps -r
+ITSELF := $(PIP) --no-build-isolation -c constraints.txt -e
 
 # What the demo needs; the tests need all extras on top.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
+	$(LOCKED) requirements.lock
+	$(ITSELF) .
 	touch $(READY)
 
-$(STAMP): $(READY)
-	$(PIP) -e '.[dev]'
+$(STAMP): $(READY) requirements-dev.lock
+	$(LOCKED) requirements-dev.lock
+	$(ITSELF) '.[dev]'
 	touch $(STAMP)
 
 demo: $(READY)
@@ -59,9 +64,22 @@ sbom: $(READY)
 	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
 	.venv-sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
+# Newer versions, for Python 3.11 and later on every system, with the hashes of all their files. Not of torch and what only its
+# builds for a GPU need: which one is right depends on the machine.
+OF_TORCH := torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
+  cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+COMPILE  := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade --generate-hashes --no-header \
+  --no-annotate -c constraints.txt $(addprefix --no-emit-package ,$(OF_TORCH)) pyproject.toml -
+BUILDING := printf 'hatchling>=1.25\neditables>=0.5\n'
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(BUILDING) | $(COMPILE) -o requirements.lock
+	$(BUILDING) | $(COMPILE) -c requirements.lock --extra dev -o requirements-dev.lock
+
 docs: $(STAMP)
 	$(BIN)/python -m docs.build
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs . site
 
 clean:
-	rm -rf $(VENV) .venv-sbom site
+	rm -rf $(VENV) .venv-sbom .venv-lock site

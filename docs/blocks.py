@@ -492,6 +492,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "benchmarks/gpu": measured.gpu,
     "poison": measured.poison,
     "privacy": measured.privacy,
+    "private-training": measured.private_training,
     "longer": measured.longer,
     "stages": measured.stages,
     "bench": benched.overview,

@@ -80,9 +80,10 @@ def gpu(what: str, page: Path, root: Path) -> str:
     return f"{grown}\n\nStage 2 takes {least:.1f} to {most:.1f} ms per K²."
 
 
-def membership(_: str, page: Path, root: Path) -> str:
+def membership(what: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.membership`: who can be told to have been trained on, by model, beside its accuracy."""
-    file = root / "results" / "privacy" / "membership.json"
+    name = f"membership-{what}.json" if what else "membership.json"
+    file = root / "results" / "privacy" / name
     if not file.exists():
         return "Not measured yet."
     found = json.loads(file.read_text(encoding="utf-8"))
@@ -101,7 +102,7 @@ def membership(_: str, page: Path, root: Path) -> str:
                 f"{100 * row['accuracy']:.1f}",
                 interval(ratio["auc"]),
                 interval(ratio["tpr_at_0.01"], 100, 1),
-                interval(ratio["tpr_at_0.001"], 100, 1),
+                interval(ratio["tpr_at_0.001"], 100, 1) if ratio["tpr_at_0.001"] else "too few controls",
                 interval(plain["auc"]),
                 interval(row["difference_without_membership"]),
                 f"{row['shadows_attacked']:.3f}",
@@ -110,12 +111,14 @@ def membership(_: str, page: Path, root: Path) -> str:
         )
     titles = ("model", "seed", "accuracy, %", "AUC, shadows", "found at 1 % false alarms, %", "at 0.1 %, %")
     config, versions = found["config"], found["versions"]
+    each = [f"ε = {name}: {one['epochs']}" for name, one in config.get("private", {}).items()]
+    noisy = f", with noise {', '.join(each)}" if each else ""
     made = (
         f"{config['data']}, {config['clients']} sites of {config['train_images']} images, {config['model']}, "
-        f"{config['training']['epochs']} epochs ({config['training']['recipe']}); {row['members']} members of one "
-        f"site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
-        f"torch {versions['torch']}. Made by "
-        f"`python -m benchmarks.membership`; raw results: [`membership.json`]({link(file, page)})."
+        f"{config['training']['epochs']} epochs ({config['training']['recipe']}){noisy}; {row['members']} members of "
+        f"one site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
+        f"{versions['device']}, torch {versions['torch']}. Made by "
+        f"`python -m benchmarks.membership`; raw results: [`{name}`]({link(file, page)})."
     )
     titles = (*titles, "AUC, confidence alone", "control: AUC to networks that saw neither", "AUC on shadows")
     shown = table((*titles, "canaries: ε ≥"), rows, "lr" + "r" * 8)
@@ -623,6 +626,52 @@ def privacy(what: str, page: Path, root: Path) -> str:
         f"site. Raw results: [`{name}`]({link(file, page)}), torch {found['versions']['torch']}."
     )
     return f"{table(('ε', 'features', *places), rows, 'll' + 'r' * len(places))}\n\n{about}"
+
+
+def private_training(what: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.private_training`: alone, with noise, together, and behind the gate."""
+    file = root / "results" / "privacy" / f"{what}.json"
+    if not file.exists():
+        return "Not measured yet."
+    found = json.loads(file.read_text(encoding="utf-8"))
+    lines = {(one["data"], one["partition"], one["model"], one["epsilon"]): one for one in found["summary"]}
+    places = list(dict.fromkeys((data, kind) for data, kind, _, _ in lines))
+    rows: list[Row] = []
+    for model, epsilon in dict.fromkeys((model, epsilon) for _, _, model, epsilon in lines):
+        cells = [lines.get((*place, model, epsilon)) for place in places]
+        name = model if model.startswith(("alone", "the same")) else f"`{model}`"
+        rows.append((name, "none" if epsilon is None else f"{epsilon:g}", *map(_beside_alone, cells)))
+    seeds = sorted({row["seed"] for row in found["rows"]})
+    sizes = f"5 sites of {found['images']} images on average" if found["images"] else "5 sites"
+    tests = f" (of {found['tests']:,} test images)" if found["tests"] else ""
+    titles = [f"{data}, {'alike' if kind == 'iid' else 'α = 0.5'}" for data, kind in places]
+    about = (
+        f"Accuracy in % on a site's own test images / on all of them{tests}, means over {sizes} and "
+        f"{'one seed' if len(seeds) == 1 else f'{len(seeds)} seeds'}; in brackets how many sites are better and "
+        "worse off than alone without noise, "
+        f"on their own images, beyond chance. δ = {found['delta']:g}. "
+    )
+    if "chosen" in found:
+        settings = [
+            f"ε = {epsilon}: {one['epochs']} epochs, batches of {one['batch_size']}, rate {one['lr']:g}"
+            for epsilon, one in found["chosen"].items()
+        ]
+        about += (
+            f"{found['model']} with group normalisation where nothing else is said; DP-SGD with {'; '.join(settings)}, "
+            f"the best of {len(found['development']) // len(found['chosen'])} on images that one site of "
+            f"{found['developed_on']} held back. "
+        )
+    versions = found["versions"]
+    about += f"Raw results: [`{what}.json`]({link(file, page)}), {versions['device']}, torch {versions['torch']}."
+    return f"{table(('model', 'ε', *titles), rows, 'll' + 'r' * len(places))}\n\n{about}"
+
+
+def _beside_alone(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return "–"
+    shown = f"{100 * line['matched']:.1f} / {100 * line['global']:.1f}"
+    changed = line["matched_better"] or line["matched_worse"]
+    return f"{shown} (+{line['matched_better']} −{line['matched_worse']})" if changed else shown
 
 
 def _mean_and_spread(rows: list[Any]) -> str:

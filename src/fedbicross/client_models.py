@@ -73,7 +73,7 @@ class ClientModels:
     def _local_training(self, key: str, client: Client) -> Generator[None, None, Trained]:
         """One client's training, which begins at the first ``next`` and keeps its result."""
         model = self.first_model(client.name, self.ctx.model_of(client))
-        update = self.ctx.progress.start(f"training {client.label}", self.ctx.training.epochs)
+        update = self.ctx.progress.start(f"training {client.label}", self.ctx.training.as_trained.epochs)
         trained = yield from self._train(
             client,
             model,

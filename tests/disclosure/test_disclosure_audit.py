@@ -232,6 +232,8 @@ def test_shadows_follow_the_method_and_stop_early_where_asked() -> None:
     assert shadows.for_shadows(ctx, "balanced", None).training.loss == "balanced"
     assert shadows.for_shadows(ctx, None, 3).training.epochs == 3
     assert shadows.for_shadows(ctx, None, 1000).training.epochs == BY_HEART["epochs"]
+    private = context(dp=PrivateTraining(epsilon=1.0, epochs=7))
+    assert [shadows.for_shadows(private, None, n).training.as_trained.epochs for n in (3, 1000)] == [3, 7]
 
 
 @pytest.mark.parametrize(("given", "code"), [({"shadows": 5}, "bad_value"), ({"shadow": 4}, "unknown_key")])

@@ -148,6 +148,15 @@ def test_the_budget_is_kept_and_used() -> None:
         assert made.steps == 4 * steps_of_epoch(made.sample_rate)
 
 
+def test_training_with_noise_has_settings_of_its_own() -> None:
+    own = Training(recipe="modern", dp=PrivateTraining(epsilon=2.0, epochs=4, batch_size=8, lr=0.3))
+    assert (own.epochs, own.lr) == (100, 0.01), "what stays at home is trained as ever"
+    plain = RECIPE.model_copy(update={"lr": 0.3})
+    assert training_release(own, 57) == training_release(plain, 57)
+    assert own.as_trained.model_dump(exclude={"dp"}) == plain.model_dump(exclude={"dp"})
+    assert RECIPE.as_trained == RECIPE and Training().as_trained == Training()
+
+
 def test_the_rate_tells_the_size_only_roughly() -> None:
     rates = {sample_rate(images, 8) for images in range(100, 140)}
     assert len(rates) <= 2

@@ -106,6 +106,19 @@ def test_a_network_learns_in_spite_of_the_noise() -> None:
     assert (answers.argmax(1) == clients[0].labels).mean() > 0.6
 
 
+def test_settings_for_the_noise_leave_alone_what_stays_at_home() -> None:
+    pytest.importorskip("opacus")
+    client, other = tiny_clients(1)[0], {"epochs": 3, "batch_size": 6, "lr": 0.3}
+    own = context()
+    own = replace(own, training=own.training.model_copy(update={"dp": DP.model_copy(update=other)}))
+    plain = context()
+    plain = replace(plain, training=plain.training.model_copy(update=other))
+    for name, value in own.local_model(client).state.items():
+        assert torch.equal(value, plain.local_model(client).state[name])
+    for name, value in own.openly.local_model(client).state.items():
+        assert torch.equal(value, context().openly.local_model(client).state[name])
+
+
 def test_what_stays_at_home_is_trained_without_noise() -> None:
     pytest.importorskip("opacus")
     clients = tiny_clients(2)

@@ -1,6 +1,6 @@
 """A real deployment on loopback: SuperLink, three SuperNodes, TLS, node keys, no network. All by the commands that a
 person types. Flower runs: one cut off after the uploads, its repetition, one with every fault at once that a member or
-a stranger can cause, and one with a dead site."""
+a stranger can cause, one in which a site's policy refuses, and one with a dead site."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ from PIL import Image
 import fedbicross
 from fedbicross.bundle import keys
 from fedbicross.context import Silent
-from fedbicross.messages import Reply
+from fedbicross.engine.train import Trained
+from fedbicross.errors import UploadError
+from fedbicross.messages import Reply, Upload
+from fedbicross.privacy import ledger
 from fedbicross.transport import files, site_data
 from fedbicross.transport.flower import certificates, deploy
 from small import TINY_METHODS
+from transport.sites import everything
 
 SITES = ("north", "south", "east")
 CLASSES = ("dark", "middle", "bright")
@@ -89,6 +93,14 @@ socket.getaddrinfo = guarded(socket.getaddrinfo, lambda args: args[0])
 """
 
 
+ALLOWING = 'methods = ["fedbicross"]'
+REFUSING = """
+[audit]
+max_auc = 0.5
+effort = {shadows = 4, images = 20, canaries = 20, inverted = 2, steps = 1}
+"""
+
+
 class Deployment:
     """The folders and processes of a server and three sites; nothing but Flower connects them."""
 
@@ -119,7 +131,7 @@ class Deployment:
     def work_folders() -> list[str]:
         return [*(f"{name}/fedbicross-work" for name in SITES), "north/stranger-work"]
 
-    def agree(self, run_id: str) -> files.FederationFile:
+    def agree(self, run_id: str, **more: Any) -> files.FederationFile:
         """Everybody gets the same new federation file."""
         federation = files.new_federation(
             classes=CLASSES,
@@ -133,6 +145,7 @@ class Deployment:
             run_id=run_id,
             quorum=2,
             class_counts={"smallest": 1},
+            **more,
         )
         for name in ("server", *SITES):
             (self.root / name / "federation.toml").write_text(files.federation_text(federation))
@@ -269,6 +282,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         made.agree("first")
         made.up()
         for name in SITES:
+            (made.root / name / "policy.toml").write_text(ALLOWING)
             made.cli("server", "flower", "admit", f"../{name}/node.key.pub", "--name", name)
             made.join(name)
         made.stranger_knocks()
@@ -488,6 +502,44 @@ def test_all_faults_at_once_and_every_honest_site_gets_its_reply(
 
 def command(pid: int) -> str:
     return subprocess.run(["ps", "-o", "args=", "-p", str(pid)], capture_output=True, text=True).stdout
+
+
+def test_what_a_sites_policy_refuses_never_leaves_and_the_others_go_on(deployment: Deployment, tmp_path: Path) -> None:
+    """The strictest case: the upload is made, signed and audited before the site's own rules keep it there."""
+    federation = deployment.agree("refused", hold_out=0.5)
+    (deployment.root / "east/policy.toml").write_text(REFUSING)  # no need to start the node again
+    summary = run(deployment, grace=60)
+    site, server = deployment.work("east", "refused"), deployment.root / "server"
+    own_log = (deployment.root / "east/fedbicross-work/flower.log").read_text()
+    assert "over max_auc = 0.5" in own_log, "it came as far as the audit"
+    assert summary["complete"] is True and summary["missing"] == ["east"]
+    assert set(summary["refused"]) == {"policy_audit"}
+    assert summary["delivered"] == {"north": "model_made", "south": "model_made"}
+    assert over_flower(deployment, "refused", SITES[:2]) == by_hand(deployment, federation, SITES[:2], tmp_path)
+
+    kept = everything(site)
+    assert [name for name in kept if name.endswith(".html")], "the statement of the refusal stays"
+    assert not any(is_upload(data) for data in kept.values())
+    assert not (site / "replies").exists()
+    books = {name: deployment.root / name / "fedbicross-work" / ledger.NAME for name in ("north", "east")}
+    runs = {name: [entry.run for entry in ledger.read(book)] for name, book in books.items()}
+    assert federation.run in runs["north"] and federation.run not in runs["east"]
+
+    at_server = everything(server)
+    for name in ("north", "east"):  # of the first shows that this would find something
+        (own,) = (deployment.work(name, "refused") / f"clients/{name}/client_models").iterdir()
+        weights = Trained.unpack(own.read_bytes()).state["head.weight"].numpy().tobytes()
+        assert any(weights in data for data in at_server.values()) is (name == "north")
+    said = (server / "fedbicross-work/flower.log").read_text()
+    assert "policy_audit" in said and "max_auc" not in said, "the server learns the code, not the reason"
+    (deployment.root / "east/policy.toml").write_text(ALLOWING)
+
+
+def is_upload(data: bytes) -> bool:
+    try:
+        return bool(Upload.unpack(data))
+    except UploadError:
+        return False
 
 
 def test_a_dead_site_is_named_and_the_quorum_goes_on(deployment: Deployment, tmp_path: Path) -> None:

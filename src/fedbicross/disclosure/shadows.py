@@ -153,6 +153,8 @@ def audit_with_canaries(subjects: Subjects, shadows: Shadows, ctx: Context, coun
 def for_shadows(ctx: Context, loss: str | None, epochs: int | None) -> Context:
     """The context in which shadows are trained: the method's loss, and at most so many epochs."""
     ctx = ctx.with_loss(loss)
-    if epochs is None or epochs >= ctx.training.epochs:
+    if epochs is None or epochs >= ctx.training.as_trained.epochs:
         return ctx
-    return replace(ctx, training=ctx.training.model_copy(update={"epochs": epochs}))
+    dp = ctx.training.dp
+    fewer = {"epochs": epochs, "dp": None if dp is None else dp.model_copy(update={"epochs": None})}
+    return replace(ctx, training=ctx.training.model_copy(update=fewer))

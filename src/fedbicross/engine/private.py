@@ -50,6 +50,7 @@ def training_release(recipe: Training, images: int) -> Release:
     Whether counts leave too depends on the method; one network serves all methods, so that they are always allowed for.
     """
     assert recipe.dp is not None
+    recipe = recipe.as_trained
     rate = sample_rate(images, recipe.batch_size)
     steps = recipe.epochs * steps_of_epoch(rate)
     return Release(

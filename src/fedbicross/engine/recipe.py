@@ -33,6 +33,11 @@ class PrivateTraining(Settings):
     counts_share: float = Field(
         0.05, gt=0, lt=1, description="kept for numbers of images, as a share of what (ε, δ) gives one mechanism"
     )
+    epochs: int | None = Field(
+        None, ge=1, le=100_000, description="of the training with noise; none: as that without, which stays at home"
+    )
+    batch_size: int | None = Field(None, ge=2, le=65_536, description="likewise; noise is easier on large batches")
+    lr: float | None = Field(None, gt=0, le=10, description="likewise; cut gradients are short")
 
 
 class Training(Settings):
@@ -79,6 +84,14 @@ class Training(Settings):
         if self.dp is not None and self.loss == "balanced":
             raise ValueError('dp needs loss = "cross_entropy": the balanced one holds class counts without noise')
         return self
+
+    @property
+    def as_trained(self) -> Training:
+        """What the network that leaves is trained by: where it has noise, with the settings that `dp` has for that."""
+        if self.dp is None:
+            return self
+        own = {name: getattr(self.dp, name) for name in ("epochs", "batch_size", "lr")}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     @property
     def balanced(self) -> bool:

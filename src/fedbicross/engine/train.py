@@ -178,6 +178,7 @@ def training(
     its own, with the same validation images. ``label`` names the client where a loss that is not finite ends it all.
     ``noise`` is where a private training draws its batches and noise from, by the name of an epoch.
     """
+    recipe = recipe.as_trained
     last = epochs if epochs is not None else recipe.epochs
     total = total_epochs or last
     train_rows, val_rows = split_validation(

@@ -46,4 +46,4 @@ def toy(n=200, n_test=60, classes=4, seed=0, patients=0, sites=0, size=4) -> Dat
 
 def raises(code: str, words: str = ""):
     """Expect an error with this code whose message, one line, holds these words."""
-    return refuses(FedBiCrossError, code, re.escape(words))
+    return refuses(FedBiCrossError, code, re.escape(words) or None)

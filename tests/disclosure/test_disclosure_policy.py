@@ -15,6 +15,7 @@ from fedbicross.disclosure.policy import AuditRule, Policy, load_policy, reasons
 from fedbicross.errors import ConfigError, PolicyError
 from fedbicross.messages import Upload
 from fedbicross.methods import METHODS, create
+from fedbicross.methods.base import Method
 from small import tiny_context
 
 TASK = tiny_context().task
@@ -100,7 +101,10 @@ def test_what_others_receive_is_part_of_it() -> None:
 
 
 def test_every_method_says_what_others_receive() -> None:
-    assert all("others_receive" in vars(cls) for cls in METHODS.values())
+    """Itself, or the family of methods that it belongs to; the base class's answer would be a guess."""
+    for cls in METHODS.values():
+        above = cls.__mro__[: cls.__mro__.index(Method)]
+        assert any("others_receive" in vars(part) for part in above), cls
 
 
 def counted(counts: list[int] | None, total: int | None = None) -> Upload:

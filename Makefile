@@ -11,20 +11,23 @@ STAMP  := $(VENV)/.ready-dev
 setup: $(STAMP)
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Every file is compared with its hash; then torch alone is left to install, the build that this machine's index offers.
+# Every file is compared with its hash, but for torch: the build that this machine's index offers, with what only that needs.
 LOCKED := $(PIP) --require-hashes --no-deps -r
-ITSELF := $(PIP) --no-build-isolation -c constraints.txt -e
+TORCH  := $(PIP) -c constraints.txt torch
+ITSELF := $(PIP) --no-deps --no-build-isolation -e .
 
 # What the demo needs; the tests need all extras on top.
 $(READY): pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) requirements.lock
-	$(ITSELF) .
+	$(TORCH)
+	$(ITSELF)
+	$(BIN)/python -m pip check
 	touch $(READY)
 
 $(STAMP): $(READY) requirements-dev.lock
 	$(LOCKED) requirements-dev.lock
-	$(ITSELF) '.[dev]'
+	$(BIN)/python -m pip check
 	touch $(STAMP)
 
 demo: $(READY)
@@ -64,7 +67,7 @@ sbom: $(READY)
 	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
 	.venv-sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
-# Newer versions, for Python 3.11 and later on every system, with the hashes of all their files. Not of torch and what only its
+# Newer versions, for Python 3.11 and later on Linux and macOS, with the hashes of all their files. Not of torch and what only its
 # builds for a GPU need: which one is right depends on the machine.
 OF_TORCH := torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
   cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)

@@ -78,4 +78,7 @@ def test_both_commands_install_by_hash() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^LOCKED := .* --require-hashes --no-deps -r$", text, re.MULTILINE)
     assert [f"$(LOCKED) {name}" in text for name in LOCKS] == [True, True]
-    assert "--no-build-isolation" in text, "else pip fetches the build backend without looking at hashes"
+    (itself,) = re.findall(r"^ITSELF := (.*)$", text, re.MULTILINE)
+    assert "--no-deps" in itself, "else what a lock lacks is fetched without looking at hashes"
+    assert "--no-build-isolation" in itself, "else the build backend is"
+    assert text.count("-m pip check") == 2, "what a lock lacks is an error"

@@ -310,7 +310,19 @@ def test_a_refusing_node_that_nobody_registered_speaks_for_no_site(federation, u
     stranger = Node([says(code="policy_method")])
     done = play(federation, tmp_path, one, two, three, stranger)
     assert done.fused == [sorted(KEYS)] and len(stranger.asked) == 1
-    assert done.summary["declined"] == {"node 103": "policy_method"}
+    assert done.summary["declined"] == {} and "policy_method" in done.summary["refused"]
+    assert any(line.startswith("node 103: error[policy_method]") for line in done.said)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_refusing_node_does_not_speak_for_a_second_node_of_its_site(federation, uploads, tmp_path, last) -> None:
+    """After a new key a site may have two nodes: what counts is the one that brings the upload."""
+    one, two, three = all_well(uploads)
+    three.name = "client-2"
+    nodes = [three, Node([says(code="policy_method")], name="client-2")]
+    done = play(federation, tmp_path, one, two, nodes[1 - last], nodes[last], grace_seconds=900.0)
+    assert done.fused == [sorted(KEYS)]
+    assert done.summary["declined"] == {} and sorted(done.summary["delivered"]) == sorted(KEYS)
 
 
 def test_an_upload_sent_before_a_policy_refused_is_used_and_its_reply_not_waited_for(

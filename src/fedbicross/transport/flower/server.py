@@ -180,6 +180,7 @@ class OneShot:
             raise UploadError("two_uploads", f"{name!r} sent an upload before, and another one now; the first stays")
         if site.name is None:  # else it was asked twice
             site.name, site.failures, site.ask_again = name, 0, 0.0
+        self.outcome.declined.pop(name, None)  # an earlier node of the same site may have refused
 
     def _take_receipt(self, node: int, message: Message) -> None:
         site = self.sites[node]
@@ -200,13 +201,19 @@ class OneShot:
         self.outcome.refused.append(error.code)
         if error.code.startswith(_POLICY):
             site.declined = True
-            self.outcome.declined[label] = error.code
+            if label in self.federation.clients and not self._other_node_of(label, site):
+                self.outcome.declined[label] = error.code
             self.say(f"{label}: {error}; it is not asked again in this run")
             return
         pause = min(self.limits.retry_seconds * 2**site.failures, max(3600.0, self.limits.retry_seconds))
         site.failures += 1
         site.ask_again = self.clock() + pause
         self.say(f"{label}: {error}; asked again in {pause:.0f} s")
+
+    def _other_node_of(self, name: str, site: Node) -> bool:
+        """Whether another node may still speak for this site, or did."""
+        others = (other for other in self.sites.values() if other is not site)
+        return any(name in (other.name, other.registered) and not other.declined for other in others)
 
     # --- when ----------------------------------------------------------------------------------------------
 

@@ -709,7 +709,7 @@ def _rules() -> str:
         ),
         ("images claimed", f"over {d.MOST_SEEN:g} times those in the batches that the network counted", "left out"),
         ("images claimed", f"over {d.MOST_CLAIMED:,.0f} times the others'", "left out"),
-        ("images claimed by class", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
+        ("images claimed", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
         (
             f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes of "
             f"{d.KNOWN} or more images",

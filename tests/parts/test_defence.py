@@ -227,6 +227,17 @@ def test_flipped_labels_are_found_with_counts_and_without(spec: str) -> None:
     assert "against the others" in seen.notes[0].what
 
 
+def test_counters_set_low_do_not_hide_a_site_that_claims_many_images() -> None:
+    method, ctx = create("fedavg"), tiny_context(epochs=8)
+    (upload,) = [method.upload(client, ctx) for client in tiny_clients(1, 120)]
+    counters = {name: value * 0 + 1 for name, value in upload.tensors.items() if name.endswith("num_batches_tracked")}
+    low = replace(upload, tensors={**upload.tensors, **counters})
+    assert upload.num_samples == 120
+    assert defence._trained_on(upload, ctx) >= 108  # a tenth is held back, the last batch is counted as full
+    assert defence._trained_on(low, ctx) == pytest.approx(108)
+    assert defence._trained_on(replace(low, num_samples=None), ctx) < 10
+
+
 def test_networks_without_batch_normalisation_are_not_asked_about_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of honest ones differ too much: on drawn cells one of five fell to -0.38."""
     method, ctx = create("ensemble"), tiny_context(model="cnn")

@@ -37,7 +37,7 @@ MOST_STATISTICS = 100.0  # of a layer's batch-normalisation statistics, either w
 LEAST_START = 0.25  # cosine with the common start, as a share of the peers' median; honest sites stay above 0.9
 CLEAR_START = 0.5  # that median, below which training has left the start too far behind to tell
 MOST_CLAIMED = 1e4  # images claimed, over the median of the peers'
-MOST_IMAGES = 1e3  # the same by class, from which on they count for no more
+MOST_IMAGES = 1e3  # the same, from which on they count for no more
 MOST_SEEN = 10.0  # images claimed, over those in all batches that the network counted
 LEAST_AGREEMENT = -0.15  # with peers about shared classes; honest sites stay above -0.05
 SHARED, KNOWN = 4, 10  # classes that make agreement worth a word, and images that make a class known
@@ -159,8 +159,16 @@ def _known(alike: Sequence[Upload], logits: Tensor, ctx: Context) -> Tensor:
     if ctx.training.loss == "balanced":
         return torch.zeros(len(alike), logits.shape[-1], dtype=torch.bool)
     shares = logits.softmax(-1).mean(1)
-    an_epoch = torch.tensor([_images_counted(upload, ctx) / ctx.training.epochs for upload in alike])
-    return (shares >= SHOWN) & (shares * an_epoch[:, None] >= KNOWN)
+    trained_on = torch.tensor([_trained_on(upload, ctx) for upload in alike])
+    return (shares >= SHOWN) & (shares * trained_on[:, None] >= KNOWN)
+
+
+def _trained_on(upload: Upload, ctx: Context) -> float:
+    """Images of one epoch by the network's own counters, or by what the site claims if that is more.
+
+    A site whose counters are set low must not pass for one too small to be judged while it claims many images.
+    """
+    return max(_images_counted(upload, ctx) / ctx.training.epochs, (1 - ctx.training.validation) * _claimed(upload))
 
 
 def _about_networks(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:

@@ -159,7 +159,7 @@ def show(
         ("images", f"{federation.image_size} px, {federation.channels} channel(s)"),
         ("model", federation.model),
         ("method", f"{federation.method}: {method.summary}"),
-        ("training", f"{federation.training.recipe} recipe, {federation.training.epochs} epochs"),
+        ("training", f"{federation.training.recipe} recipe, {federation.training.as_trained.epochs} epochs"),
         ("what leaves", method.leaves(federation.training)),
         ("class counts", small if counts.send else "never leave"),
         ("held out", f"{federation.hold_out:.0%} of the patients, where a site names no test images"),

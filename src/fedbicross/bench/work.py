@@ -32,6 +32,7 @@ from fedbicross.context import Progress, Silent, Store
 from fedbicross.engine.device import resolve_device
 from fedbicross.engine.workers import QUIET, as_finished, import_ray
 from fedbicross.errors import FedBiCrossError, RunError
+from fedbicross.freed_memory import keep_freed_memory
 from fedbicross.runs import runner
 from fedbicross.runs.config import RunConfig, check, merge
 from fedbicross.runs.store import DiskStore, RunFolder
@@ -440,6 +441,7 @@ def run_in_processes(
 
 def _end_with_parent() -> None:
     """In a worker: end as if killed when the process that started it is gone. Work goes on from its checkpoints."""
+    keep_freed_memory()
     parent = parent_process()
     assert parent is not None
 

@@ -34,10 +34,17 @@ class PrivateTraining(Settings):
         0.05, gt=0, lt=1, description="kept for numbers of images, as a share of what (ε, δ) gives one mechanism"
     )
     epochs: int | None = Field(
-        None, ge=1, le=100_000, description="of the training with noise; none: as that without, which stays at home"
+        None, ge=1, le=100_000, description="of the training with noise; none: `training.epochs`"
     )
-    batch_size: int | None = Field(None, ge=2, le=65_536, description="likewise; noise is easier on large batches")
-    lr: float | None = Field(None, gt=0, le=10, description="likewise; cut gradients are short")
+    batch_size: int | None = Field(
+        None, ge=2, le=65_536, description="likewise, or `training.batch_size`; large ones bear noise better"
+    )
+    lr: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="of the training with noise, whose clipped gradients need a larger one; none: `training.lr`",
+    )
 
 
 class Training(Settings):

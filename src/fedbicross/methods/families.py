@@ -22,7 +22,7 @@ MomentsT = TypeVar("MomentsT", bound=MomentsConfig)
 
 
 class AloneMethod(Method[ConfigT]):
-    """Nothing leaves and nothing comes back. Lacks ``personalize``."""
+    """Nothing leaves and nothing comes back; a method writes ``personalize``."""
 
     others_receive = "nothing"
     role = "baseline"
@@ -56,7 +56,7 @@ class PooledDataMethod(Method[ConfigT]):
 
 
 class StudentMethod(Method[ConfigT]):
-    """Networks leave, one student for everyone comes back. Lacks ``fuse``."""
+    """Networks leave, one student for everyone comes back; a method writes ``fuse``."""
 
     others_receive = "one_model"
     personal = False

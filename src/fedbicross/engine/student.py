@@ -40,12 +40,13 @@ class Student:
         self.params: dict[str, Tensor] = dict(self.model.requires_grad_(True).named_parameters())
         self.buffers = dict(self.model.named_buffers())
         self.compiled: Callable[..., Tensor] | None = None
-        if fast and worth_compiling({"student": passes}):
+        if fast:
             # Weights are arguments, so that students of one architecture share one compilation. Detached: a compiler
             # would take note that the first student's are the template's own, and compile again for the next.
             self.params = {name: p.detach().requires_grad_(True) for name, p in self.params.items()}
             self.buffers = {name: b.detach() for name, b in self.buffers.items()}
-            self.compiled = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
+            if worth_compiling({"student": passes}):
+                self.compiled = _COMPILED.setdefault(f"{model}{precision}", compiled(self._forward))
         self.momentum = [torch.zeros_like(p) for p in self.params.values()]
         # Running statistics for passes that must not change those of the network.
         self.scratch = {name: b.clone() for name, b in self.buffers.items()}
@@ -58,7 +59,7 @@ class Student:
         forward = self.compiled if self.compiled and use_compiled else self._forward
         with autocast(self.device, self.precision):
             # The network holds its own tensors already: to exchange them takes longer than some layers.
-            plain = track and not self.compiled
+            plain = track and not self.fast
             out: Tensor = self.model(x) if plain else forward({**self.params, **buffers}, x)
         return out.float() if out.dtype != torch.float64 else out
 

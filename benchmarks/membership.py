@@ -59,7 +59,7 @@ def dealt(given: argparse.Namespace, seed: int, data: Any) -> tuple[list[Client]
 
 
 def recipe(given: argparse.Namespace) -> Training:
-    return Training(recipe="modern", epochs=given.epochs, batch_size=64)
+    return Training(recipe="modern", epochs=given.epochs, batch_size=64, augment=not given.no_augment)
 
 
 def rows_of(given: argparse.Namespace, seed: int, data: Any) -> list[dict[str, Any]]:
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=600, help="of each site")
     parser.add_argument("--controls", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--no-augment", action="store_true", help="train without augmentation: more is remembered")
     parser.add_argument("--shadows", type=int, default=6)
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--epsilons", type=float, nargs="*", default=[], help="rows of networks trained by DP-SGD")

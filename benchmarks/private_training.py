@@ -132,6 +132,7 @@ def sums_by_products(*given: Any) -> Any:
 def begin(products: bool) -> None:
     """In every process."""
     torch.set_num_threads(1)
+    torch.backends.cudnn.deterministic = True  # training alone is made again in each process, and must be the same
     if products:
         private.clipped_sums = sums_by_products
 

@@ -481,6 +481,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "threads": measured.threads,
     "kernels": measured.kernels,
     "primum-cells": measured.primum_cells,
+    "primum-default-length": benched.primum_default_length,
+    "primum-ingredients": benched.primum_ingredients,
     "primum-development": measured.primum_development,
     "primum-levels": measured.primum_levels,
     "primum-means": measured.primum_means,

@@ -113,10 +113,11 @@ def membership(what: str, page: Path, root: Path) -> str:
     config, versions = found["config"], found["versions"]
     each = [f"ε = {name}: {one['epochs']}" for name, one in config.get("private", {}).items()]
     noisy = f", with noise {', '.join(each)}" if each else ""
+    plain = "" if config["training"]["augment"] else ", without augmentation"
     made = (
         f"{config['data']}, {config['clients']} sites of {config['train_images']} images, {config['model']}, "
-        f"{config['training']['epochs']} epochs ({config['training']['recipe']}){noisy}; {row['members']} members of "
-        f"one site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
+        f"{config['training']['epochs']} epochs ({config['training']['recipe']}{plain}){noisy}; {row['members']} "
+        f"members of one site, {row['controls']:,} controls, {config['shadows']} shadow networks of each kind; "
         f"{versions['device']}, torch {versions['torch']}. Made by "
         f"`python -m benchmarks.membership`; raw results: [`{name}`]({link(file, page)})."
     )

@@ -14,7 +14,7 @@ from small import TINY_METHODS
 def _given() -> Namespace:
     private = {"8": {"epochs": 1, "batch_size": 16, "lr": 0.1}}
     small = {"sites": 2, "images": 40, "controls": 30, "epochs": 1, "shadows": 4, "model": "resnet8", "device": "cpu"}
-    return Namespace(**small, settings=TINY_METHODS, private=private)
+    return Namespace(**small, no_augment=False, settings=TINY_METHODS, private=private)
 
 
 @pytest.mark.slow

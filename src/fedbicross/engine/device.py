@@ -33,9 +33,13 @@ def resolve_precision(name: str, device: str) -> str:
     return name
 
 
-def set_precision(precision: str) -> None:
-    """fp32 means fp32: without this, convolutions on a recent GPU would silently round their inputs to TF32."""
+def set_precision(precision: str, reproducible: bool = False) -> None:
+    """fp32 means fp32: without this, convolutions on a recent GPU would silently round their inputs to TF32.
+
+    Some of its convolutions also add up in whatever order threads finish; `reproducible` does without those.
+    """
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    torch.backends.cudnn.deterministic = reproducible
 
 
 def autocast(device: str, precision: str) -> AbstractContextManager[object]:

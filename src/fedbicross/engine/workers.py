@@ -96,7 +96,10 @@ class Workers:
         room = int(has.get("GPU", 0)) if gpu else int(has.get("CPU", 0)) // cores
         worker = ray.remote(num_cpus=cores, num_gpus=gpu)(_Worker)
         count = min(self.count or room, most, room)
-        actors = [worker.remote(self.device, self.precision, threads) for _ in range(count)]
+        actors = [
+            worker.remote(self.device, self.precision, torch.backends.cudnn.deterministic, threads)
+            for _ in range(count)
+        ]
         signs = {actor.ready.remote(): actor for actor in actors}
         there, late = ray.wait(list(signs), num_returns=count, timeout=PATIENCE) if signs else ([], [])
         self.actors = [signs[sign] for sign in there]
@@ -185,9 +188,9 @@ class OnWorker(Generic[T]):
 class _Worker:
     """At a worker: makes sources, keeping what they share."""
 
-    def __init__(self, device: str, precision: str, threads: int) -> None:
+    def __init__(self, device: str, precision: str, reproducible: bool, threads: int) -> None:
         torch.set_num_threads(threads)  # as at the server: another number would round sums in another order
-        set_precision(precision)
+        set_precision(precision, reproducible)
         self.device = device
         self.shared: dict[Any, Portable] = {}
 

@@ -232,7 +232,7 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
     threads = torch.get_num_threads()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    set_precision(prepared.precision)
+    set_precision(prepared.precision, config.deterministic)
     progress = watched = RememberLast(progress)
     try:
         progress.say(_read(prepared))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from docs.parts import link, table
+from docs.parts import table
 from fedbicross.bench import publish
 from fedbicross.bench import table as bench_table
 from fedbicross.bench.cells import CellStatus
@@ -48,7 +48,7 @@ def overview(_: str, page: Path, root: Path) -> str:
     parts = [f'{count:,} cells. Pictures, all numbers and the raw files: <a href="{PAGE}">{PAGE}</a>.']
     for (suite, title, budget), members in sets.items():
         columns = [f"{group.skew}, N = {group.clients}" for group in members]
-        by_group = [{line.method: line for line in group.lines} for group in members]
+        by_group = [{line.method: line for line in group.lines if not line.ablation} for group in members]
         methods = dict.fromkeys(method for lines in by_group for method in lines)
         rows = [
             (f"`{name}`", *(gain_text(lines[name].gain) if name in lines else "" for lines in by_group))
@@ -61,6 +61,7 @@ def overview(_: str, page: Path, root: Path) -> str:
 
 def primum_ingredients(_: str, page: Path, root: Path) -> str:
     """The student without one ingredient at a time, on everybody's patients."""
+    del page
     statuses = [s for s in bench_table.stored_cells(["primum"], cells_in(root))[1] if s.cell.sweep == "ingredients"]
     rows: dict[str, list[float]] = {}
     for status in statuses:
@@ -79,11 +80,12 @@ def primum_ingredients(_: str, page: Path, root: Path) -> str:
         for name, found in rows.items()
     ]
     titles = ("variant", "what is taken away", "seeds", "student, everybody's patients %", "difference")
-    return f"{table(titles, lines, 'llrrr')}\n\n{_of_the_suite(statuses, page, root)}"
+    return f"{table(titles, lines, 'llrrr')}\n\n{_of_the_suite(statuses)}"
 
 
 def primum_default_length(_: str, page: Path, root: Path) -> str:
     """Cells of the suite `primum` whose three models are there: own patients, and everybody's."""
+    del page
     stored = [s for s in bench_table.stored_cells(["primum"], cells_in(root))[1] if s.stored is not None]
     found: dict[str, dict[str, CellStatus]] = {}
     for status in stored:
@@ -112,11 +114,11 @@ def primum_default_length(_: str, page: Path, root: Path) -> str:
     own = [f"own patients: {name} %" for name in ("the better alone", "`local_only:both`", "`primum`")]
     names = ("the better alone", "`ensemble:consensus`", "`primum:student`", "`primum`")
     titles = ("data", "N", "seed", *own, *(f"everybody's: {name} %" for name in names), "lower / harmed")
-    return f"{table(titles, lines, 'l' + 'r' * 10)}\n\n{_of_the_suite(stored, page, root)}"
+    return f"{table(titles, lines, 'l' + 'r' * 10)}\n\n{_of_the_suite(stored)}"
 
 
-def _of_the_suite(statuses: Sequence[CellStatus], page: Path, root: Path) -> str:
+def _of_the_suite(statuses: Sequence[CellStatus]) -> str:
     files = [status.stored for status in statuses if status.stored is not None]
     machines = dict.fromkeys(f"{one['device']}, torch {one['versions']['torch']}" for one in files)
-    cells = link(cells_in(root) / "cells" / "primum", page)
-    return f"ResNet-18, {'; '.join(machines)}. Made by `fedbicross bench run primum`; raw results: [cells]({cells})."
+    cells = "`results/bench/cells/primum`"
+    return f"ResNet-18, {'; '.join(machines)}. Made by `fedbicross bench run primum`; raw results in {cells}."

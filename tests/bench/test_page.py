@@ -101,6 +101,17 @@ def test_only_methods_with_all_federations_of_a_field_count(smoke: Path) -> None
     assert "win" not in charts.when_it_pays([having("a", x=0.1), having("b", y=0.1)])
 
 
+def test_ablations_are_in_the_table_and_in_no_chart(smoke: Path) -> None:
+    suites, statuses = table.stored_cells(["smoke"], smoke)
+    cells = [replace(s, cell=replace(s.cell, ablation=s.cell.method == "fedavg")) for s in statuses]
+    text = page.render(suites, table.groups(cells), [], smoke)
+    charts_end = text.index("<h2>Numbers</h2>")
+    assert ">fedavg<" not in text[:charts_end] and "fedavg" in text[charts_end:]
+    assert ">fedisca<" in text[:charts_end], "the others are drawn"
+    lone = [s for s in cells if s.cell.ablation or s.cell.is_alone]
+    assert 'aria-label="When does it pay?"' not in page.render(suites, table.groups(lone), [], smoke)
+
+
 def test_a_picture_for_each_suite_and_budget(smoke: Path) -> None:
     suites, statuses = table.stored_cells(["smoke"], smoke)
     groups = table.groups(statuses)
@@ -112,6 +123,16 @@ def test_a_picture_for_each_suite_and_budget(smoke: Path) -> None:
 def test_a_line_needs_two_sizes_of_a_hospital(smoke: Path) -> None:
     groups = table.groups(table.stored_cells(["smoke"], smoke)[1])
     assert charts.gains_by_size([group for group in groups if group.clients == 2], {}, "label") == ""
+
+
+def test_sizes_are_compared_under_the_same_skews(smoke: Path) -> None:
+    groups = table.groups(table.stored_cells(["smoke"], smoke)[1])
+    few = [group for group in groups if group.clients == 2]
+    skewed, alike = (group for group in few if group.skew == "α = 0.3"), (g for g in few if g.skew == "IID")
+    more = [replace(group, clients=9, images=7.0) for group in skewed]
+    both = charts.gains_by_size([*few, *more], charts.colours(groups), "label")
+    assert both and "7" in both
+    assert charts.gains_by_size([*alike, *more], {}, "label") == "", "IID beside α = 0.3 says nothing about sizes"
 
 
 def test_ticks_are_shortened_at_their_end_only() -> None:

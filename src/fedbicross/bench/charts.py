@@ -99,10 +99,18 @@ def gains_by_skew(groups: Sequence[Group], colour: Mapping[str, int], label: str
 
 
 def gains_by_size(groups: Sequence[Group], colour: Mapping[str, int], label: str) -> str:
-    """Of one data set: the mean over its skews for each number of hospitals, of which there must be two."""
+    """Of one data set: the mean over skews for each number of hospitals, of which there must be two.
+
+    Only skews count that were made with every number of hospitals: a mean over others is another thing.
+    """
+    skews: dict[int, set[str]] = {}
+    for group in groups:
+        skews.setdefault(group.clients, set()).add(group.skew)
+    common = set[str].intersection(*skews.values()) if skews else set()
     found: dict[int, list[Group]] = {}
     for group in groups:
-        found.setdefault(group.clients, []).append(group)
+        if group.skew in common:
+            found.setdefault(group.clients, []).append(group)
     sizes = {n: fmean(group.images for group in members) for n, members in found.items()}
     places = sorted((math.log10(max(images, 1)), f"{images:,.0f}") for images in sizes.values())
     paths: dict[str, list[tuple[float, float]]] = {}
@@ -112,7 +120,7 @@ def gains_by_size(groups: Sequence[Group], colour: Mapping[str, int], label: str
             for item in _methods(group):
                 gains.setdefault(item.method, []).append(item.gain.mean or 0.0)
         for method, values in gains.items():
-            if len(values) == len(members):  # a mean over fewer skews is another thing
+            if len(values) == len(members):
                 paths.setdefault(method, []).append((math.log10(max(sizes[n], 1)), fmean(values)))
     return gain_lines(paths, places, "images per hospital", label, colour) if len(places) > 1 else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def _context(
     suites: Mapping[str, Suite], groups: Sequence[Group], published: Sequence[Comparison], out: Path, start: Path
 ) -> dict[str, Any]:
     lines = [line for group in groups for line in group.lines]
-    methods = [line for line in lines if line.role == "method"]
+    methods = [line for line in lines if line.role == "method" and not line.ablation]
+    to_choose_from = _without_ablations(groups)
     measured = [c for c in published if c.ours]
     return {
         "facts": _facts(groups, lines, methods),
@@ -61,11 +63,11 @@ def _context(
             for note in [f"{suite.title}: {suite.note}"]
         ],
         "budgets": {name: NOTES[name] for name in dict.fromkeys(group.budget for group in groups)},
-        "pays": _pays(groups),
-        "charts": _charts(groups),
+        "pays": _pays(to_choose_from),
+        "charts": _charts(to_choose_from),
         "strips": [
             (f"{group.name} ({group.budget})", Markup(drawing))
-            for group in groups
+            for group in to_choose_from
             if (drawing := charts.client_strips(group, f"Gains by client: {group.name}"))
         ],
         "filters": _filters(groups),
@@ -77,6 +79,12 @@ def _context(
         "not_run": _not_run(published),
         "missing": missing_data(suites, groups),
     }
+
+
+def _without_ablations(groups: Sequence[Group]) -> list[Group]:
+    """For charts of what methods gain: nobody would use a method without one of its parts."""
+    kept = [replace(group, lines=tuple(line for line in group.lines if not line.ablation)) for group in groups]
+    return [group for group in kept if any(line.role != "alone" for line in group.lines)]
 
 
 def _facts(groups: Sequence[Group], lines: Sequence[Line], methods: Sequence[Line]) -> list[tuple[str, str]]:

@@ -61,6 +61,7 @@ class Sweep(Settings):
     model: str | None = None
     client_models: list[str] = Field(default_factory=list)
     tag: str = Field("", pattern=r"[a-z0-9_]*", description="after the names of methods with settings of their own")
+    ablation: bool = Field(False, description="parts of a method: in tables, not in charts of what methods gain")
     method: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings per method, over the budget")
 
     @field_validator("partitions")
@@ -209,6 +210,7 @@ class Cell:
     spec: str
     alone: tuple[str, ...]
     config: RunConfig
+    ablation: bool = False  # a part of a method rather than one of those to choose from
     also: tuple[str, ...] = ()  # later sweeps that ask for it too
 
     @property
@@ -326,6 +328,7 @@ def _sweep(name: str, suite: Suite, sweep: Sweep, budget: str) -> Iterator[tuple
                 spec,
                 tuple(sweep.alone),
                 config,
+                sweep.ablation and not alone,
             )
             yield (s, n, d, p), cell
 

@@ -48,6 +48,11 @@ class Line:
     statuses: tuple[CellStatus, ...]
 
     @property
+    def ablation(self) -> bool:
+        """Whether it only shows what a part of a method is worth."""
+        return self.statuses[0].cell.ablation
+
+    @property
     def command(self) -> str:
         """What makes it."""
         cell = self.statuses[0].cell

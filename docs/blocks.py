@@ -499,6 +499,8 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "stages": measured.stages,
     "bench": benched.overview,
     "fedbicross-stages": studies.fedbicross_stages,
+    "fedisca-student": studies.fedisca_student,
+    "falcon-teachers": studies.falcon_teachers,
     "example": _example,
     "function": _function,
     "configs": stored.configs,

@@ -21,6 +21,14 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "FedBiCross taken apart, stage by stage",
         "`python -m benchmarks.fedbicross_stages --data-dir DIR`",
     ),
+    "benchmarks/fedisca-student.json": (
+        "FedISCA's student after every trajectory, with one thing changed at a time",
+        "`python -m benchmarks.fedisca_student --data-dir DIR`",
+    ),
+    "benchmarks/falcon-teachers.json": (
+        "FALCON's teachers on the uploaded sequences, and their students",
+        "`python -m benchmarks.falcon_teachers --data-dir DIR`",
+    ),
     "benchmarks/at-once.json": ("trainings at once and in turn", "`python -m benchmarks.at_once`"),
     "benchmarks/cpu.json": ("speed of a processor", "`make bench`"),
     "benchmarks/gpu.json": (

@@ -5,7 +5,8 @@ attack, by method, with the defence of `parts.defence` and without it; whom it n
 primum also the personal models on each site's own patients beside training alone, since the gate at the client is
 the last defence. `honest`: federations of very different sites, and what the defence did to them; its limits were
 chosen on these. `fresh`: the same on federations by which nothing was chosen. `hostile`: how many of several hostile
-members are found, on federations by which nothing was chosen either.
+members are found, on federations by which nothing was chosen either. `doors`: what a back door that nobody finds costs
+primum's student, after inversions of few steps, which are hardly more than noise, and of many.
 
 `--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods` and `--attacks` make
 these rows anew and leave the others in the file.
@@ -99,7 +100,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epochs_personal": 4,
     },
 }
-LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum")  # both trainings, with class counts and without
+LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum", "fedbicross")  # both trainings, with counts and without
+TEACHERS = {"primum": "ensemble:consensus", "fedbicross": "ensemble"}  # stand for students, which take minutes each
+LONGER = {"pool": 10, "batch": 48, "steps": 300, "lr_synthesis": 0.1, "steps_distil": 1000}  # for back doors
 METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
 
 
@@ -321,12 +324,12 @@ def hostile(partition: str, settings: Mapping[str, Any], several: Sequence[int],
     fed = federation({**SMALLER, **settings}, store)
     rows: list[dict[str, Any]] = []
     order = [*fed.clients[ATTACKER:], *fed.clients[:ATTACKER]]
-    for name in ("labels flipped", "logits x100"):
-        for count in several:
+    for name in ("labels flipped", "logits x100", "back door"):
+        for count in several if name != "back door" else several[:1]:
             bad = {client.name for client in order[:count]}
             row: dict[str, Any] = {"partition": partition, "seed": fed.ctx.seed, "sites": len(fed.clients)}
             row |= {"attack": name, "hostile": count}
-            for spec in LOOKED_AT:
+            for spec in LOOKED_AT if name != "back door" else TEACHERS:  # the rule is for methods that make images
                 method = create(spec, SETTINGS)
                 uploads = [
                     attack(name, method, client, fed.ctx) if client.name in bad else method.upload(client, fed.ctx)
@@ -339,10 +342,10 @@ def hostile(partition: str, settings: Mapping[str, Any], several: Sequence[int],
 
 
 def lost(spec: str, uploads: Sequence[Upload], used: Sequence[Upload], fed: Federation) -> float:
-    """Accuracy on all test images that the defence costs; primum's teacher stands for its student."""
+    """Accuracy on all test images that the defence costs; the teacher stands for a student."""
     if len(uploads) == len(used) and all(a is b for a, b in zip(uploads, used, strict=True)):
         return 0.0
-    method = create("ensemble:consensus" if spec == "primum" else spec)
+    method = create(TEACHERS.get(spec, spec))
     both = [method.personalize(fed.clients[0], method.fuse(given, fed.ctx)[0], fed.ctx) for given in (uploads, used)]
     before, after = (accuracy(model, fed.test_images, fed.test_labels) for model in both)
     return before - after
@@ -363,8 +366,28 @@ def attacks(methods: Sequence[str], names: Sequence[str], store: Any) -> list[di
     return rows
 
 
+def doors(seed: int, settings: Mapping[str, Any], store: Any) -> list[dict[str, Any]]:
+    """primum's student with a back door among the uploads, without that site, and with that site honest."""
+    fed = federation({**ATTACKED, "seeds": [seed]}, store)
+    method = create("primum:student", {"primum": settings})
+    others, rows = fed.test_labels != TARGET, list[dict[str, Any]]()
+    for name in ("honest", "left out", "back door"):
+        uploads = [method.upload(client, fed.ctx) for client in fed.clients]
+        if name == "back door":
+            uploads[ATTACKER] = attack(name, method, fed.clients[ATTACKER], fed.ctx)
+        elif name == "left out":
+            del uploads[ATTACKER]
+        ctx = replace(fed.ctx, scope=f"doors/{name.replace(' ', '-')}", store=MemoryStore())
+        model = method.personalize(fed.clients[0], method.fuse(uploads, ctx)[0], ctx)
+        opened = (model.probabilities(with_trigger(fed.test_images[others])).argmax(1) == TARGET).mean()
+        told = {"accuracy": accuracy(model, fed.test_images, fed.test_labels), "opened": float(opened)}
+        rows.append({"seed": seed, "settings": dict(settings), "upload": name, **told})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
-    parts = ("attacks", "honest", "fresh", "hostile")
+    parts = ("attacks", "honest", "fresh", "hostile", "doors")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks" / "poison.json")
     parser.add_argument("--cache", type=Path)
@@ -391,6 +414,9 @@ def main() -> None:
                 for settings in several:
                     found["hostile"] += hostile(name, settings, counts, cache.store)
                     print(found["hostile"][-1], flush=True)
+        if "doors" in given.parts:
+            cases = [(seed, way) for way in (SETTINGS["primum"], LONGER) for seed in range(3)]
+            found["doors"] = [row for case in cases for row in doors(*case, cache.store)]
     out = {**found, "config": {**COMMON, **ATTACKED}, "smaller": SMALLER, "settings": SETTINGS}
     given.out.write_text(json.dumps({**out, "versions": versions("cpu")}, indent=1) + "\n", encoding="utf-8")
 

@@ -691,7 +691,7 @@ def poison(what: str, page: Path, root: Path) -> str:
     if what == "trigger":
         return _trigger(page, root)
     file, found = read_stored(root, "benchmarks/poison.json")
-    blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile}
+    blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile, "doors": _doors}
     made = blocks[what](found) if what in blocks else _honest(found[what])  # "honest" or "fresh"
     return made + (f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)}).")
 
@@ -715,6 +715,12 @@ def _rules() -> str:
             f"agreement with the others on {d.PROBES} images of noise, about {d.SHARED} or more shared classes of "
             f"{d.KNOWN} or more images",
             f"under {d.LEAST_AGREEMENT:g}",
+            "left out",
+        ),
+        (
+            f"for methods that make images out of networks, {d.ENOUGH} or more of which have seen {d.TRAINED} images: "
+            f"mean of −log p over classes, for {d.MADE} images made from each of the others",
+            f"over {d.MOST_REJECTION:g} times the others'",
             "left out",
         ),
     ]
@@ -777,22 +783,33 @@ def _personal_under_attack(found: Mapping[str, Any]) -> str:
     return table(("attacker's upload", "alone", "primum, trusting", "primum"), rows, "lrrr")
 
 
+def _doors(found: Mapping[str, Any]) -> str:
+    """Accuracy on all test images, and how many marked ones are said to be of the attacker's class, by length."""
+    cases: dict[tuple[int, int], dict[str, str]] = {}
+    for row in found["doors"]:
+        case = cases.setdefault((row["settings"]["steps"], row["seed"]), {})
+        case[row["upload"]] = f"{100 * row['accuracy']:.1f} / {100 * row['opened']:.0f}"
+    kinds = ("honest", "left out", "back door")
+    rows = [(*case, *(shown[kind] for kind in kinds)) for case, shown in cases.items()]
+    return table(("steps of an inversion", "seed", *kinds), rows, "rrrrr")
+
+
 def _hostile(found: Mapping[str, Any]) -> str:
     kinds: dict[tuple[str, str], list[Any]] = {}
     for row in found["hostile"]:
         kinds.setdefault((row["partition"], f"{row['hostile']} of {row['sites']}"), []).append(row)
-    rows = []
+    tried, rows = ("logits x100", "labels flipped", "back door"), []
     for (name, share), several in kinds.items():
         cells: list[str] = []
-        for attack in ("logits x100", "labels flipped"):
+        for attack in tried:
             mine = [row for row in several if row["attack"] == attack]
             each = [(row["hostile"], row[spec]) for row in mine for spec in row if isinstance(row[spec], dict)]
             sums = [sum(one[1][k] for one in each) for k in ("found", "wronged")]
-            cells += [f"{sums[0]} of {sum(one[0] for one in each)}", str(sums[1])]
+            cells += [f"{sums[0]} of {sum(one[0] for one in each)}", str(sums[1])] if each else ["not tried", ""]
         rows.append((name, len({row["seed"] for row in several}), share, *cells))
     wronged = "honest ones left out"
-    header = ("federations", "how many", "hostile", "logits x100: found", wronged, "labels flipped: found", wronged)
-    return table(header, rows, "lrrrrrr")
+    header = ("federations", "how many", "hostile", *(text for name in tried for text in (f"{name}: found", wronged)))
+    return table(header, rows, "lrr" + "rr" * len(tried))
 
 
 def _honest(found: Sequence[Any]) -> str:

@@ -13,15 +13,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import PushObjectRequest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from fedbicross.transport.flower import deploy, gate
 from fedbicross.transport.flower.certificates import make_certificates
@@ -260,6 +263,39 @@ def test_unfinished_heads_keep_nobody_out(opened: Open) -> None:
     rude = [opened.knock(b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: ") for _ in range(260)]
     assert opened.health() == 503  # answered, and by the gate: the SuperLink is away
     assert [line.recv(100) for line in rude[-20:]] == [b""] * 20  # after `head_seconds`; the first gave way before
+
+
+class Wire(asyncio.Transport):
+    """A connection of nobody."""
+
+    cut = False
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
+    def abort(self) -> None:
+        self.cut = True
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_of_too_many_connections_the_oldest_that_asks_nothing_gives_way(at_work: bool) -> None:
+    async def go() -> None:
+        config, state = uvicorn.Config(Starlette(), ws="none"), ServerState()
+        config.load()
+        lines, wires = [], [Wire() for _ in range(4)]
+        for place, wire in enumerate(wires):
+            line = gate.Line(config, state, {})
+            line.limits = gate.Limits(connections=3)
+            line.connection_made(wire)
+            line.waits_since = float(place)  # a clock may stand still between two of them
+            if at_work and place == 0:
+                line.cycle = SimpleNamespace(response_complete=False)  # type: ignore[assignment]
+            lines.append(line)
+        gone = 1 if at_work else 0
+        assert [wire.cut for wire in wires] == [place == gone for place in range(4)]
+        assert state.connections == {line for place, line in enumerate(lines) if place != gone}
+
+    asyncio.run(go())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

@@ -50,7 +50,7 @@ def test_a_back_door_marks_copies_and_leaves_the_images_alone() -> None:
 # --- what the stored table must show ---------------------------------------------------------------------------------
 
 STORED = json.loads((poison.ROOT / "results" / "benchmarks" / "poison.json").read_text(encoding="utf-8"))
-ALLOWED = {("back door", "fedbicross:k2")}  # not found: docs/how-to/threat-model.md
+ALLOWED = {("back door", "fedbicross:k2"), ("back door", "primum")}  # not found: docs/how-to/threat-model.md
 
 
 @pytest.mark.parametrize("method", poison.METHODS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedbicross import pipeline, steps
+from fedbicross import pipeline
 from fedbicross.context import Context
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Reply, Upload
@@ -325,75 +325,3 @@ def test_a_simulation_goes_on_without_the_one_that_sticks_out(monkeypatch: pytes
     kept = [original(method, client, ctx) for client in clients if client.name != "client-2"]
     expected = method.fuse(kept, ctx)[0].tensors
     assert all(torch.equal(models["client-2"].states[0][name], value) for name, value in expected.items())
-
-
-# --- what networks say of images made from each other ---------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images in few steps, from networks that have seen few."""
-    for name, value in {"TRAINED": 10, "MADE": 6, "MADE_IN": 3, "MOST_REJECTION": 2.5}.items():
-        monkeypatch.setattr(defence, name, value)
-
-
-def firmer(upload: Upload) -> Upload:
-    """Surer of everything, by less than what shows in the sizes of layers."""
-    return times("head.bias", 4.5)(times("head.weight", 4.5)(upload))
-
-
-@pytest.mark.usefixtures("quick_look")
-def test_who_rejects_classes_far_more_firmly_is_left_out_where_images_are_made_of_networks(
-    four_classes: tuple[list[Upload], Context],
-) -> None:
-    honest, ctx = four_classes
-    assert not defence.look(honest, ctx, makes_images=True).notes
-    uploads = with_bad(honest, firmer)
-    assert not defence.look(uploads, ctx).notes
-    (note,) = defence.look(uploads, ctx, makes_images=True).notes
-    assert note.client == honest[BAD].client and note.left_out
-    assert "rejects classes" in note.what and "for images made from others' networks" in note.what
-    assert len(defence.look(uploads, ctx, {note.client}, makes_images=True).uploads) == 5, "unless trusted"
-    assert not defence.look(uploads[:3], ctx, makes_images=True).notes, "two others are too few to compare with"
-
-
-@pytest.mark.parametrize(("spec", "asked"), [("primum", True), ("fedbicross:k2", True), ("fedavg", False)])
-def test_which_methods_ask_networks_about_images(spec: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[bool] = []
-    monkeypatch.setattr(defence, "look", lambda uploads, ctx, trusted, makes_images: given.append(makes_images))
-    pipeline.look_at(create(spec), [], tiny_context())
-    assert given == [asked]
-
-
-@pytest.mark.usefixtures("quick_look")
-def test_one_network_that_answers_nothing_silences_nobody(four_classes: tuple[list[Upload], Context]) -> None:
-    honest, ctx = four_classes
-    broken = times("running_var", 1e-30)(times("conv1.weight", 1e30)(honest[0]))
-    notes = defence.look([broken, *with_bad(honest, firmer)[1:]], ctx, makes_images=True).notes
-    assert {note.client for note in notes if note.left_out} == {honest[0].client, honest[BAD].client}
-
-
-def test_networks_of_few_images_are_not_asked(
-    four_classes: tuple[list[Upload], Context], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they say is weak whatever they are shown, and would make everybody else look firm."""
-    monkeypatch.setattr(steps.inversion.Inversion, "start", lambda *given: pytest.fail("asked"))
-    honest, ctx = four_classes
-    assert all(defence._trained_on(upload, ctx) < defence.TRAINED for upload in honest)
-    assert not defence.look(honest, ctx, makes_images=True).notes
-
-
-def test_the_classes_made_from_a_network_are_those_of_its_site() -> None:
-    upload = Upload("a", tiny_context(**FOUR).task, class_counts=[30, 0, 10, 0])
-    assert torch.bincount(defence._labels_to_make(upload), minlength=4).tolist() == [12, 0, 4, 0]
-    claimed = replace(upload, class_counts=[10**8, 1, 0, 0])
-    assert defence._labels_to_make(claimed).tolist() == [0] * defence.MADE
-
-
-def test_without_counts_they_are_those_that_the_network_shows(four_classes: tuple[list[Upload], Context]) -> None:
-    upload = replace(four_classes[0][0], class_counts=None)
-    answers = probes.answers_by_batch(upload, defence.PROBES)
-    assert answers is not None
-    shares = answers.softmax(-1).mean(0)
-    made = torch.bincount(defence._labels_to_make(upload), minlength=4) / defence.MADE
-    assert float((made - shares).abs().max()) <= 1 / defence.MADE

@@ -7,9 +7,7 @@ near: docs/how-to/threat-model.md has both tables. What no rule acts on is used 
 
 - **left out** of the fusion: layers or statistics of another size, weights that do not come from the common start, more
   images claimed than the network can have seen, or ten thousand times those of others, answers against those of its
-  peers about classes that it shares with them. Never half of all sites. For a method that makes images out of networks
-  also: classes rejected far more firmly than its peers do, for images made from others' networks, as behind most back
-  doors.
+  peers about classes that it shares with them. Never half of all sites.
 - **limited**: a last layer somewhat larger than those of others is brought to their size; a site that claims far more
   images than others counts for less.
 
@@ -45,9 +43,6 @@ LEAST_AGREEMENT = -0.15  # with peers about shared classes; honest sites stay ab
 SHARED, KNOWN = 4, 10  # classes that make agreement worth a word, and images that make a class known
 SHOWN = 0.03  # share of a class in a network's answers below which it counts as unknown, where no counts are sent
 PROBES = 128
-MOST_REJECTION = 4.0  # of classes, for images made from others' networks, over the peers' median; honest sites reach 2.4
-TRAINED, ENOUGH = 100, 4  # images that a network must have been trained on to be compared in this, and such networks
-MADE, MADE_IN = 16, 60  # images made from each network, and in how many steps
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,11 @@ class Seen:
         return [given.get(upload.client, left_out) for upload in uploads]
 
 
-def look(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = (), makes_images: bool = False) -> Seen:
-    """Every rule above, in the order of the uploads; what the operator trusts is noted and used as it is.
-
-    ``makes_images``: the method makes images out of networks, so that what networks say of such images matters.
-    """
+def look(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = ()) -> Seen:
+    """Every rule above, in the order of the uploads; what the operator trusts is noted and used as it is."""
     if len(uploads) < FEWEST:
         return Seen(list(uploads))
-    answers = _answers_to_images(uploads, ctx) if makes_images else []
-    notes = list(_left_out(uploads, answers, ctx, trusted))
+    notes = list(_left_out(uploads, ctx, trusted))
     gone = {note.client for note in notes if note.left_out}
     used = [upload for upload in uploads if upload.client not in gone]
     for limit in (_limit_heads, _limit_claims) if len(used) >= FEWEST else ():
@@ -106,13 +97,11 @@ def look(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = (),
 # --- left out ---------------------------------------------------------------------------------------------------------
 
 
-def _left_out(
-    uploads: Sequence[Upload], answers: Sequence[Answers], ctx: Context, trusted: Collection[str]
-) -> Iterator[Note]:
+def _left_out(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str]) -> Iterator[Note]:
     """The site that sticks out most, then again among the others, as long as most are left to be the measure."""
     rest = list(uploads)
     while len(rest) >= FEWEST:
-        found = _worst(rest, answers, ctx)
+        found = _worst(rest, ctx)
         if found is None:
             return
         client, what = found
@@ -124,14 +113,11 @@ def _left_out(
 Rule = tuple[float, "Tensor", str]  # a limit, the values [N] that it is for, and the words for one beyond it
 
 
-def _worst(uploads: Sequence[Upload], answers: Sequence[Answers], ctx: Context) -> tuple[str, str] | None:
+def _worst(uploads: Sequence[Upload], ctx: Context) -> tuple[str, str] | None:
     """Who is furthest beyond a limit, and in what; nobody if all are within all."""
     rules = [(uploads, rule) for rule in _about_claims(uploads, ctx)]
     for alike in _by_architecture(uploads):
         rules += [(alike, rule) for rule in (*_about_networks(alike, ctx), *_about_answers(alike, ctx))]
-    for asked in answers:
-        known = [upload for upload in uploads if upload.client in asked.clients]
-        rules += [(known, rule) for rule in _about_rejection(known, asked)]
     found = [
         (value / limit, upload.client, what.format(value))
         for group, (limit, values, what) in rules
@@ -183,72 +169,6 @@ def _trained_on(upload: Upload, ctx: Context) -> float:
     A site whose counters are set low must not pass for one too small to be judged while it claims many images.
     """
     return max(_images_counted(upload, ctx) / ctx.training.epochs, (1 - ctx.training.validation) * _claimed(upload))
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What networks of one architecture say of images that were made from each of them."""
-
-    clients: list[str]
-    logits: Tensor  # [N,B,C]
-    source: Tensor  # [B]: from which of the N networks
-
-
-def _answers_to_images(uploads: Sequence[Upload], ctx: Context) -> list[Answers]:
-    """For each architecture that enough networks have; those of very few images leave all open whatever they are shown.
-
-    The images from a network are of its own class mix: of a class that it does not know it shows nothing.
-    """
-    found = []
-    for alike in _by_architecture([upload for upload in uploads if _trained_on(upload, ctx) >= TRAINED]):
-        names = [upload.client for upload in alike]
-        if len(alike) < ENOUGH or not any(name.endswith("running_var") for name in alike[0].tensors):
-            continue
-        networks = parts.teachers.load_ensemble(alike, ctx, batch=MADE, at_once=1, passes={})
-        reach = 2 if ctx.task.image_size <= 128 else 30
-        settings = steps.inversion.InversionSettings(MADE_IN, MADE, lr=0.1, jitter=min(reach, ctx.task.image_size - 1))
-        made, tell = [], ctx.progress.start("a look at what the networks show", len(alike))
-        for i, name in enumerate(names):
-            rng = ctx.torch_rng("look", name, device=ctx.device)
-            labels, alone = _labels_to_make(alike[i]).to(ctx.device), networks.subset([i])
-            inversion = steps.inversion.Inversion.start(alone, labels, ctx.task.image_shape, settings, rng)
-            for _ in range(settings.steps):
-                inversion.step()
-            made.append(inversion.images.nan_to_num(0.0, 0.0, 0.0))  # one network without images silences nobody
-            tell(i + 1, "")
-        with torch.no_grad():
-            logits = networks.logits(torch.cat(made)).cpu().nan_to_num(0.0)
-        found.append(Answers(names, logits, torch.arange(len(alike)).repeat_interleave(MADE)))
-    return found
-
-
-def _labels_to_make(upload: Upload) -> Tensor:
-    """As many of each class as its share of the site's images; without counts, of the network's answers to noise."""
-    if upload.class_counts is not None:
-        shares = torch.tensor(list(upload.class_counts), dtype=torch.float64).clamp_min(0)
-    else:
-        answers = parts.probes.answers_by_batch(upload, PROBES)
-        assert answers is not None  # only whole networks are asked
-        shares = answers.nan_to_num(0.0, 0.0, 0.0).double().softmax(-1).mean(0)
-    ends = shares.cumsum(0) / shares.sum()
-    middles = (torch.arange(MADE, dtype=torch.float64) + 0.5) / MADE
-    return torch.searchsorted(ends, middles).clamp_max(len(ends) - 1)
-
-
-def _about_rejection(uploads: Sequence[Upload], asked: Answers) -> Iterator[Rule]:
-    """Who rules classes out far more firmly than the others for what others' networks show.
-
-    A network that learnt to look for one thing, such as the mark behind a back door, finds it in images that are none;
-    in a student that learns from such images it drowns out what the others know.
-    """
-    if len(uploads) < ENOUGH:
-        return
-    rows = torch.tensor([asked.clients.index(upload.client) for upload in uploads])
-    column = torch.isin(asked.source, rows)
-    source = (asked.source[column][:, None] == rows).int().argmax(1)
-    rejection = steps.outliers.rejection(asked.logits[rows][:, column], source)
-    what = "rejects classes {:.1f} times as firmly as the others for images made from others' networks"
-    yield MOST_REJECTION, steps.outliers.larger_than_peers(rejection[:, None]), what
 
 
 def _about_networks(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:

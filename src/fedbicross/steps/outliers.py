@@ -56,17 +56,6 @@ def agreement(logits: Tensor, known: Tensor, least: int) -> Tensor:
     return torch.where(shared.sum(1) >= least, mean, torch.nan)
 
 
-def rejection(logits: Tensor, source: Tensor) -> Tensor:
-    """How firmly each network rejects classes for images that were not made from it: in float64 [N].
-
-    From logits [N,B,C] and from which network each image was made [B]: the mean of -log p(c|x) over images and classes,
-    log C for a network that leaves everything open. A mean of log-probabilities hears a network about as loudly.
-    """
-    surprise = -torch.log_softmax(logits.double(), -1).mean(-1)  # [N,B]
-    others = source != torch.arange(len(logits))[:, None]
-    return (surprise * others).sum(1) / others.sum(1).clamp_min(1)
-
-
 def capped(totals: Tensor, most: float) -> Tensor:
     """Factors in (0,1] [N] with which nobody has more than ``most`` times the median total [N] of the others."""
     return (most / larger_than_peers(totals[:, None])).clamp_max(1.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from docs.parts import table
 from fedbicross.bench import publish
@@ -59,66 +60,67 @@ def overview(_: str, page: Path, root: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _of_primum(root: Path) -> list[CellStatus]:
+    return [s for s in bench_table.stored_cells(["primum"], cells_in(root))[1] if s.stored is not None]
+
+
+def _row(status: CellStatus) -> Mapping[str, Any]:
+    assert status.stored is not None
+    row: Mapping[str, Any] = status.stored["row"]
+    return row
+
+
 def primum_ingredients(_: str, page: Path, root: Path) -> str:
-    """The student without one ingredient at a time, on everybody's patients."""
+    """The student without one ingredient at a time, on everybody's patients; differences are of the same seeds."""
     del page
-    statuses = [s for s in bench_table.stored_cells(["primum"], cells_in(root))[1] if s.cell.sweep == "ingredients"]
-    rows: dict[str, list[float]] = {}
-    for status in statuses:
-        if status.stored is not None and not status.cell.is_alone:
-            rows.setdefault(status.cell.spec, []).append(100 * status.stored["row"]["accuracy"]["global"])
-    whole = fmean(rows["primum"])
+    found = [s for s in _of_primum(root) if s.cell.sweep == "ingredients" and not s.cell.is_alone]
+    accuracy: dict[str, dict[int, float]] = {}
+    for status in found:
+        accuracy.setdefault(status.cell.spec, {})[status.cell.seed] = 100 * _row(status)["accuracy"]["global"]
+    whole = accuracy.get("primum", {})
     notes = METHODS["primum"].variant_notes
-    lines = [
-        (
-            f"`{name}`",
-            notes.get(name.partition(":")[2], "the whole method").removeprefix("ablation: "),
-            len(found),
-            f"{fmean(found):.1f}",
-            "" if name == "primum" else f"{fmean(found) - whole:+.1f}".replace("-", "−"),
-        )
-        for name, found in rows.items()
-    ]
+    lines = []
+    for name, by_seed in accuracy.items():
+        less = [value - whole[seed] for seed, value in by_seed.items() if seed in whole]
+        what = notes.get(name.partition(":")[2], "the whole method").removeprefix("ablation: ")
+        difference = "" if name == "primum" or not less else f"{fmean(less):+.1f}".replace("-", "−")
+        lines.append((f"`{name}`", what, len(by_seed), f"{fmean(by_seed.values()):.1f}", difference))
     titles = ("variant", "what is taken away", "seeds", "student, everybody's patients %", "difference")
-    return f"{table(titles, lines, 'llrrr')}\n\n{_of_the_suite(statuses)}"
+    return f"{table(titles, lines, 'llrrr')}\n\n{_made_by(found)}"
 
 
 def primum_default_length(_: str, page: Path, root: Path) -> str:
     """Cells of the suite `primum` whose three models are there: own patients, and everybody's."""
     del page
-    stored = [s for s in bench_table.stored_cells(["primum"], cells_in(root))[1] if s.stored is not None]
-    found: dict[str, dict[str, CellStatus]] = {}
-    for status in stored:
-        found.setdefault(status.cell.federation, {})[status.cell.method] = status
-    whole = [cells for cells in found.values() if {"primum", "primum:student", "ensemble:consensus"} <= set(cells)]
-    lines = []
-    for cells in whole:
-        rows = {method: status.stored["row"] for method, status in cells.items() if status.stored is not None}
-        cell = cells["primum"].cell
-        shares = [rows[name]["accuracy"] for name in (*cell.alone, "ensemble:consensus", "primum:student", "primum")]
-        alone, (consensus, student, ours) = shares[: len(cell.alone)], shares[len(cell.alone) :]
-        both = rows["local_only:both"]
-        pairs = zip(both["clients"], rows["primum"]["clients"], strict=True)
+    federations: dict[str, dict[str, CellStatus]] = {}
+    for status in _of_primum(root):
+        federations.setdefault(status.cell.federation, {})[status.cell.method] = status
+    shown, lines = [], []
+    for cells in federations.values():
+        if not {"primum", "primum:student", "ensemble:consensus"} <= set(cells):
+            continue
+        shown += cells.values()
+        rows, cell = {method: _row(status) for method, status in cells.items()}, cells["primum"].cell
+        accuracy = {method: row["accuracy"] for method, row in rows.items()}
+        better = max((accuracy[name] for name in cell.alone), key=lambda one: one["matched"])
+        both, ours = accuracy["local_only:both"], accuracy["primum"]
+        own = [one["matched"] for one in (better, both, ours)]
+        others = accuracy["ensemble:consensus"], accuracy["primum:student"], ours
+        percent = [f"{100 * value:.1f}" for value in (*own, better["global"], *(one["global"] for one in others))]
+        pairs = zip(rows["local_only:both"]["clients"], rows["primum"]["clients"], strict=True)
         lower = sum((b["accuracy"]["matched"] or 0) > (p["accuracy"]["matched"] or 0) for b, p in pairs)
-        numbers = [
-            max(one["matched"] for one in alone),
-            both["accuracy"]["matched"],
-            ours["matched"],
-            max(one["global"] for one in alone),
-            *(one["global"] for one in (consensus, student, ours)),
-        ]
         skew = "IID" if cell.alpha is None else f"α = {cell.alpha:g}"
         counts = f"{lower} / {rows['primum']['clearly_harmed_clients']}"
-        percent = [f"{100 * value:.1f}" for value in numbers]
         lines.append((f"{cell.title}, {skew}", cell.clients, cell.seed, *percent, counts))
-    own = [f"own patients: {name} %" for name in ("the better alone", "`local_only:both`", "`primum`")]
-    names = ("the better alone", "`ensemble:consensus`", "`primum:student`", "`primum`")
-    titles = ("data", "N", "seed", *own, *(f"everybody's: {name} %" for name in names), "lower / harmed")
-    return f"{table(titles, lines, 'l' + 'r' * 10)}\n\n{_of_the_suite(stored)}"
+    names = [f"own patients: {name} %" for name in ("the better alone", "`local_only:both`", "`primum`")]
+    everybody = ("the better alone", "`ensemble:consensus`", "`primum:student`", "`primum`")
+    titles = ("data", "N", "seed", *names, *(f"everybody's: {name} %" for name in everybody), "lower / harmed")
+    return f"{table(titles, lines, 'l' + 'r' * 10)}\n\n{_made_by(shown)}"
 
 
-def _of_the_suite(statuses: Sequence[CellStatus]) -> str:
-    files = [status.stored for status in statuses if status.stored is not None]
-    machines = dict.fromkeys(f"{one['device']}, torch {one['versions']['torch']}" for one in files)
-    cells = "`results/bench/cells/primum`"
-    return f"ResNet-18, {'; '.join(machines)}. Made by `fedbicross bench run primum`; raw results in {cells}."
+def _made_by(found: Sequence[CellStatus]) -> str:
+    files = [status.stored for status in found if status.stored is not None]
+    networks = ", ".join(dict.fromkeys(status.cell.models for status in found))
+    machines = "; ".join(dict.fromkeys(f"{one['device']}, torch {one['versions']['torch']}" for one in files))
+    made = "Made by `fedbicross bench run primum`; raw results in `results/bench/cells/primum`."
+    return f"{networks}; {machines}. {made}" if files else f"No cells are stored. {made}"

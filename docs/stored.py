@@ -23,7 +23,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
     ),
     "benchmarks/fedisca-student.json": (
         "FedISCA's student after every trajectory, with one thing changed at a time",
-        "`python -m benchmarks.fedisca_student --data-dir DIR`",
+        "`python -m benchmarks.fedisca_student --data-dir DIR`; three of its six cells so far, not every way in each",
     ),
     "benchmarks/falcon-teachers.json": (
         "FALCON's teachers on the uploaded sequences, and their students",

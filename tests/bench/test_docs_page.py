@@ -18,6 +18,8 @@ from docs import benched, stored
 root = Path(sys.argv[1])
 benched.suites = lambda: ["smoke"]
 print(benched.overview("", root / "docs" / "results.md", root))
+for block in (benched.primum_ingredients, benched.primum_default_length):
+    print(block("", root / "docs" / "methods" / "primum.md", root))
 for path, text in benched.page(root).items():
     path.write_text(text)
 print(stored.results("", root / "results" / "README.md", root))
@@ -37,14 +39,16 @@ def made(root: Path) -> str:
 @pytest.mark.slow
 def test_the_block_and_the_page_of_stored_cells(smoke: Path, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
-    assert made(tmp_path).startswith("No cells are stored yet") and not (tmp_path / "docs" / "table.html").exists()
+    text = made(tmp_path)
+    assert text.startswith("No cells are stored yet") and text.count("No cells are stored. Made by") == 2
+    assert not (tmp_path / "docs" / "table.html").exists()
     shutil.copytree(smoke / "cells", tmp_path / "results" / "bench" / "cells")
     text = made(tmp_path)
     assert text.startswith('33 cells. Pictures, all numbers and the raw files: <a href="table.html">')
     assert "| gain over training alone, points | α = 0.3, N = 2 | IID, N = 2 | α = 0.3, N = 3 |" in text
     line = re.search(r"\| `fedisca` \|(.*)\|", text)
     assert line and line[1].count("±") == 2 and line[1].endswith("|  "), "not run with three hospitals"
-    assert "[bench/cells/](bench/cells) | 33 cells" in text, "and no cell by itself"
+    assert "`bench/cells/` | 33 cells" in text, "and no cell by itself"
     page = (tmp_path / "docs" / "table.html").read_text(encoding="utf-8")
     links = re.findall(r'href="([^"#]+\.json)"', page)
     assert len(links) == 33 and all((tmp_path / "docs" / link).is_file() for link in links)

@@ -15,7 +15,7 @@ TEXT = (ROOT / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
 
 def test_what_the_container_file_names_exists() -> None:
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.MULTILINE)
-    assert stages == [("python:3.12-slim", "site"), ("site", "server")]
+    assert stages == [("python:3.12-slim", "wheels"), ("python:3.12-slim", "site"), ("site", "server")]
     for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE):
         *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources), line
@@ -25,6 +25,15 @@ def test_what_the_container_file_names_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {extra for group in re.findall(r"\[([a-z,]+)\]'", TEXT) for extra in group.split(",")}
     assert extras == {"dicom", "nifti", "onnx", "flower"} and extras <= project["optional-dependencies"].keys()
+
+
+def test_nothing_but_torch_is_installed_without_a_hash() -> None:
+    commands = re.findall(r"\bpip (install|download) ([^&\n]*)", TEXT)
+    for verb, options in commands:
+        hashed = "--require-hashes --no-deps" in options
+        from_hashed = "--no-index --find-links /wheels --no-build-isolation" in options and verb == "install"
+        assert hashed or from_hashed or options.split()[-3:] == ["-c", "constraints.txt", "torch"], options
+    assert len(commands) == 5 and TEXT.count("--mount=type=bind,from=wheels,source=/wheels,target=/wheels") == 2
 
 
 def test_its_commands_are_ours_and_nobody_is_root() -> None:

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from fedbicross.errors import MAX_MESSAGE, FedBiCrossError, UploadError, printable
+from fedbicross.errors import MAX_MESSAGE, FedBiCrossError, PolicyError, UploadError, printable
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,9 @@ def test_a_message_is_one_printable_line_of_bounded_length() -> None:
     assert long.startswith("begin\\x00") and " ... " in long and long.endswith("\\x00end")
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), again.code, str(again)) == (UploadError, "code", str(error))
+
+
+def test_a_policy_has_no_code_that_a_server_would_not_know_it_by() -> None:
+    assert pickle.loads(pickle.dumps(PolicyError("policy_new", "no"))).code == "policy_new"
+    with pytest.raises(ValueError, match="begins with 'policy_'"):
+        PolicyError("audit", "no")

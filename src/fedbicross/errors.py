@@ -66,6 +66,12 @@ class PolicyError(FedBiCrossError):
     """The site's own policy does not let something leave."""
 
     exit_status = 7
+    begins = "policy_"  # every code: by it, and by nothing else, a server knows that a site has decided
+
+    def __init__(self, code: str, message: str) -> None:
+        if not code.startswith(self.begins):
+            raise ValueError(f"a code of a policy begins with {self.begins!r}, not {code!r}")
+        super().__init__(code, message)
 
 
 def printable(text: str) -> str:

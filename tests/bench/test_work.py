@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,10 +290,10 @@ class Told(Silent):
         self.said.append(message)
 
 
-def _dies_if_first(number: int, *given: Any, **options: Any) -> Any:
+def _dies_if_first(number: int, make: Callable[[], work.Outcome]) -> work.Outcome:
     if number == 1:
         os._exit(9)
-    return work.run(*given, **options)
+    return make()
 
 
 @pytest.mark.slow

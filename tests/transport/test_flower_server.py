@@ -21,10 +21,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError
 
 from fedbicross.bundle import keys, sign
+from fedbicross.disclosure.policy import Policy, check_method
 from fedbicross.errors import MethodError, RunError, UploadError
 from fedbicross.messages import Upload
 from fedbicross.transport import files
-from fedbicross.transport.flower import envelope, server
+from fedbicross.transport.flower import client, envelope, server
 from fedbicross.transport.flower.server import OneShot
 from fedbicross.transport.flower.settings import Waiting
 from small import refuses, tiny_clients
@@ -292,6 +293,20 @@ def test_a_site_whose_policy_refuses_is_named_and_not_asked_again(federation, up
     assert done.fused == [["client-0", "client-1"]] and sorted(done.summary["delivered"]) == ["client-0", "client-1"]
     assert done.clock.now - done.began < 60, "nobody waits out the grace"
     assert any(line.startswith("client-2: error[policy_method]") and "not asked again" in line for line in done.said)
+
+
+def test_the_server_knows_a_policy_by_what_the_client_says_of_one(federation, uploads, tmp_path) -> None:
+    """No code stands here: a policy's own refusal, as the client sends it."""
+    config = {name: str(tmp_path / f"{name}.toml") for name in ("federation", "work", "key", "data")}
+    Path(config["federation"]).write_text(files.federation_text(federation))
+
+    def refusing(message: Message) -> Message:
+        context, none = SimpleNamespace(node_config=config), Policy(methods=[])
+        return client.answer(message, context, lambda *_: check_method(none, "majority", federation.build()))
+
+    one, two, _ = all_well(uploads)
+    done = play(federation, tmp_path, one, two, Node([refusing], name="client-2"))
+    assert list(done.summary["declined"]) == ["client-2"]
 
 
 def test_refusing_sites_that_leave_no_quorum_end_the_run_by_name(federation, uploads, tmp_path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -413,20 +413,26 @@ def _busy(base: Path) -> bool:
 
 
 def run_in_processes(
-    cells: Sequence[Cell], out: Path, *given: Any, workers: int, progress: Progress | None = None, **options: Any
+    cells: Sequence[Cell],
+    out: Path,
+    data_dir: Path | None = None,
+    *,
+    workers: int,
+    suite: Sequence[Cell] | None = None,
+    progress: Progress | None = None,
+    minutes: float | None = None,
+    keep_work: bool = False,
 ) -> Outcome:
     """``run`` in several processes of this machine, which share its GPU; they end with this one, even if it is killed.
 
     If one dies, say for want of memory, the others make what it leaves.
     """
-    arguments = (cells, out.resolve(), *given)
+    make = partial(run, cells, out.resolve(), data_dir, suite=suite, minutes=minutes, keep_work=keep_work)
     outcomes: list[Outcome] = []
     with contextlib.ExitStack() as opened:
         # A pool each: the death of a process breaks all of its pool.
         pools = [ProcessPoolExecutor(1, get_context("spawn"), _end_with_parent) for _ in range(workers)]
-        futures = [
-            opened.enter_context(pool).submit(_worker, i, *arguments, **options) for i, pool in enumerate(pools, 1)
-        ]
+        futures = [opened.enter_context(pool).submit(_worker, i, make) for i, pool in enumerate(pools, 1)]
         for future in as_completed(futures):
             try:
                 outcomes.append(future.result())
@@ -464,7 +470,14 @@ class Numbered(Silent):
 
 
 def run_on_ray(
-    cells: Sequence[Cell], out: Path, *given: Any, progress: Progress | None = None, **options: Any
+    cells: Sequence[Cell],
+    out: Path,
+    data_dir: Path | None = None,
+    *,
+    suite: Sequence[Cell] | None = None,
+    progress: Progress | None = None,
+    minutes: float | None = None,
+    keep_work: bool = False,
 ) -> Outcome:
     """``run`` in as many Ray workers as there are GPUs, or CPUs; all must see ``out`` and the data under one path."""
     ray = import_ray()
@@ -475,7 +488,8 @@ def run_on_ray(
     have = ray.cluster_resources()
     count = int(have.get("GPU", 0)) if gpus else int(have.get("CPU", 1)) // (config.threads or 1)
     task = ray.remote(num_cpus=config.threads or 1, num_gpus=gpus)(_worker)
-    waiting = [task.remote(None, cells, out.resolve(), *given, **options) for _ in range(max(1, count))]
+    make = partial(run, cells, out.resolve(), data_dir, suite=suite, minutes=minutes, keep_work=keep_work)
+    waiting = [task.remote(None, make) for _ in range(max(1, count))]
     outcomes: list[Outcome] = []
     for outcome in as_finished(ray, waiting):
         outcomes.append(outcome)
@@ -497,5 +511,5 @@ def _together(outcomes: Sequence[Outcome], cells: Sequence[Cell], out: Path) -> 
     return Outcome(made, failed, outcomes[0].unavailable, still)
 
 
-def _worker(number: int | None, *given: Any, **options: Any) -> Outcome:
-    return run(*given, progress=None if number is None else Numbered(number), **options)
+def _worker(number: int | None, make: Callable[..., Outcome]) -> Outcome:
+    return make(progress=None if number is None else Numbered(number))

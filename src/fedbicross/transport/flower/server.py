@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbicross.atomic import write_atomic
 from fedbicross.bundle.format import canonical_json
-from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
+from fedbicross.errors import FedBiCrossError, MethodError, PolicyError, RunError, UploadError
 from fedbicross.messages import file_name
 from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
 from fedbicross.transport.flower.envelope import bundle_of, content, note_of
@@ -35,9 +35,6 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
     7: "app_refused",
     8: "app_killed",
 }
-
-
-_POLICY = "policy_"  # with which codes of a site's own policy begin (`disclosure.policy`)
 
 
 @dataclass
@@ -199,7 +196,7 @@ class OneShot:
         site = self.sites[node]
         label = site.name or (site.registered if site.registered in self.federation.clients else f"node {node}")
         self.outcome.refused.append(error.code)
-        if error.code.startswith(_POLICY):
+        if error.code.startswith(PolicyError.begins):
             site.declined = True
             if label in self.federation.clients and not self._other_node_of(label, site):
                 self.outcome.declined[label] = error.code

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -36,6 +37,14 @@ from imports import SOURCE, modules_of, reachable
 from small import refuses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_a_free_port_is_none_that_whoever_asks_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deploy.free_port() < 32_768  # where Linux begins with those
+    with socket.create_server(("127.0.0.1", deploy.free_port())) as taken:
+        monkeypatch.setattr(deploy, "_OWN_PORTS", [taken.getsockname()[1]] * 100)
+        with refuses(ConfigError, "port"):
+            deploy.free_port()
 
 
 # --- commands ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import sqlite3
@@ -47,6 +48,7 @@ CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration
 DATABASE = "state.db"  # of the SuperLink, in its home
 _QUICK = 256 << 20  # bytes that a disk writes in a moment
 _LOST_RUNS = 3  # how often a run that Flower itself lost is begun again by one command
+_OWN_PORTS = range(10_000, 32_768)  # below those that Linux, macOS and Windows give to whoever asks for any
 _PATIENCE = 600.0  # seconds for which a SuperLink that does not answer is asked again
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -332,10 +334,15 @@ def environment(home: Path, given: Mapping[str, str] | None = None) -> dict[str,
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody uses, and that the system gives to nobody who asks for any port.
+
+    One of those may be gone between this look and the start of the program that it is for.
+    """
+    for port in random.SystemRandom().sample(_OWN_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError("port", f"no free port from {_OWN_PORTS[0]} to {_OWN_PORTS[-1]}")
 
 
 def _tell_new_lines(log: Path, seen: int, say: Callable[[str], None]) -> int:

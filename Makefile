@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
-.PHONY: setup demo test check lint format bench soak sbom lock docs clean
+.PHONY: setup demo test check lint format bench soak sbom release signed lock docs clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,25 @@ sbom: $(READY)
 	$(PYTHON) -m venv .venv-sbom
 	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
 	.venv-sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
+# Both packages, of the last commit and nothing else: the same to the byte for whoever builds it.
+DIST ?= dist
+packages:
+	rm -rf $(DIST) && mkdir -p $(DIST)/source
+	git archive HEAD | tar -x -C $(DIST)/source
+	cd $(DIST)/source && SOURCE_DATE_EPOCH=$$(git -C '$(CURDIR)' log -1 --format=%ct) \
+	  '$(abspath $(BIN))/python' -m hatchling build -d ..
+	rm -rf $(DIST)/source
+
+# What is published: the packages, the parts, the SHA-256 of each, signed with KEY (`ssh-keygen -t ed25519`). docs/security.md says
+# how to check it.
+release: key $(STAMP) sbom packages
+	cp sbom.json $(DIST)/
+	cd $(DIST) && sha256sum * > SHA256SUMS
+	ssh-keygen -q -Y sign -n fedbicross -f '$(KEY)' $(DIST)/SHA256SUMS
+
+key:
+	@test -n '$(KEY)' || { echo 'make release KEY=your-private-key' >&2; exit 2; }
 
 # Newer versions, for Python 3.11 and later on Linux and macOS, with the hashes of all their files. Not of torch and what only its
 # builds for a GPU need: which one is right depends on the machine.

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
-.PHONY: setup demo test check lint format bench soak sbom release signed lock docs clean
+.PHONY: setup demo test check lint format bench soak sbom packages release key lock docs clean
 
 setup: $(STAMP)
 

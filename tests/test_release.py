@@ -47,7 +47,8 @@ def test_a_release_is_the_same_wherever_it_is_built_and_says_who_made_it(tmp_pat
     names = zipfile.ZipFile(wheel).namelist()
     assert "fedbicross/disclosure/templates/statement.html.j2" in names
     assert not [name for name in names if name.startswith(("tests/", "docs/")) or "not_committed" in name]
-    assert any(name.endswith("/requirements.lock") for name in tarfile.open(source).getnames())
+    with tarfile.open(source) as files:
+        assert any(name.endswith("/requirements.lock") for name in files.getnames())
 
     verify = ("ssh-keygen", "-Y", "verify", "-f", signers, "-I", "releases", "-n", "fedbicross", "-s")
     signature = dist / "SHA256SUMS.sig"

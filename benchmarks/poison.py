@@ -8,8 +8,8 @@ chosen on these. `fresh`: the same on federations by which nothing was chosen. `
 members are found, on federations by which nothing was chosen either. `doors`: what a back door costs primum's
 student, by the length of the inversions: after few steps their images are hardly more than noise.
 
-`--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods` and `--attacks` make
-these rows anew and leave the others in the file.
+`--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods`, `--attacks`,
+`--door-seeds` and `--door-steps` make these rows anew and leave the others in the file.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fedbicross.errors import FedBiCrossError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import Method
+from fedbicross.methods.primum import PrimumConfig
 from fedbicross.parts import local
 from fedbicross.runs import runner
 from fedbicross.runs.config import load_config
@@ -96,11 +97,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "probes": 64,
         "lr_synthesis": 0.1,
         "lr_personal": 1e-2,
+        "schedule_personal": "constant",
         "batch_personal": 32,
         "epochs_personal": 4,
     },
 }
 SHORT = {"pool": 10, "batch": 32, "steps": 40, "lr_synthesis": 0.1, "steps_distil": 300}  # of primum, for back doors
+DEFAULT_STEPS = {**SETTINGS["primum"], "steps": PrimumConfig().steps}
+DOORS: tuple[tuple[dict[str, Any], range], ...] = (  # lengths of inversion, and the seeds of each
+    (SHORT, range(3)),
+    (SETTINGS["primum"], range(6)),
+    (DEFAULT_STEPS, range(6)),
+)
 LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum")  # both trainings, with class counts and without
 METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
 
@@ -163,9 +171,15 @@ def claiming(upload: Upload) -> Upload:
 
 
 def forging_counters(upload: Upload) -> Upload:
-    """As many batches as the claim would have needed."""
+    """As many batches as any claim would have needed."""
     ours = {n: torch.full_like(v, 10**9) for n, v in upload.tensors.items() if n.endswith("num_batches_tracked")}
-    return replace(claiming(upload), tensors={**upload.tensors, **ours})
+    return replace(upload, tensors={**upload.tensors, **ours})
+
+
+def claiming_just_below(upload: Upload) -> Upload:
+    """So many that no rule acts on it."""
+    counts = None if upload.class_counts is None else [900 * count for count in upload.class_counts]
+    return replace(upload, class_counts=counts, num_samples=upload.num_samples and 900 * upload.num_samples)
 
 
 def flipped(client: Client, classes: int) -> Client:
@@ -189,13 +203,15 @@ ATTACKS = (
     "honest", "left out", "logits x100", "head's sign flipped, x100", "head's sign flipped", "bias 1e4 to one class",
     "batch-norm statistics x1000", "random weights", "labels flipped", "labels flipped, logits x20", "back door",
     "back door, logits x20", "claims 8e8 images, labels flipped",
-    "claims 8e8 images, labels flipped, counters forged",
+    "claims 8e8 images, labels flipped, counters forged", "claims 900 times, one class, counters forged",
 )  # fmt: skip
 
 
 def attack(name: str, method: Method[Any], client: Client, ctx: Context) -> Upload:
     """What the attacker sends."""
-    if name.startswith(("labels flipped", "claims")):
+    if name == "claims 900 times, one class, counters forged":
+        client = Client(client.name, client.images, np.full_like(client.labels, TARGET), client.patients)
+    elif name.startswith(("labels flipped", "claims")):
         client = flipped(client, len(ctx.task.classes))
     elif name.startswith("back door"):
         client = back_door(client)
@@ -209,7 +225,8 @@ def attack(name: str, method: Method[Any], client: Client, ctx: Context) -> Uplo
         "batch-norm statistics x1000": scaled_statistics,
         "random weights": lambda one: random_weights(one, ctx),
         "claims 8e8 images, labels flipped": claiming,
-        "claims 8e8 images, labels flipped, counters forged": forging_counters,
+        "claims 8e8 images, labels flipped, counters forged": lambda one: forging_counters(claiming(one)),
+        "claims 900 times, one class, counters forged": lambda one: forging_counters(claiming_just_below(one)),
     }
     return changes[name](upload) if name in changes else upload
 
@@ -261,35 +278,34 @@ def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusi
     honest = [client for client in fed.clients if client.name != bad]
     asked = honest if method.personal else honest[:1]
     row: dict[str, Any] = {"attack": name, "method": spec, "defended": defended, "refused": refused}
+    marked = with_trigger(fed.test_images[fed.test_labels != TARGET])
     row["notes"] = [
         {"attacker": note.client == bad, "what": note.what, "left_out": note.left_out} for note in seen.notes
     ]
     if spec == "primum":
         student = create("primum:student", SETTINGS)
         models = [student.personalize(honest[0], by_client[honest[0].name], fed.ctx)]
-        row["personal"], row["alone"] = matched(method, honest, by_client, fed)
+        personal = {client.name: method.personalize(client, by_client[client.name], fed.ctx) for client in honest}
+        alone = {client.name: local.own_model(client, fed.ctx, "both") for client in honest}
+        row["personal"], row["alone"] = matched(personal, fed), matched(alone, fed)
+        row["personal_opened"], row["alone_opened"] = (
+            float(np.mean([opened(model, marked) for model in one.values()])) for one in (personal, alone)
+        )
     else:
         models = [method.personalize(client, by_client[client.name], fed.ctx) for client in asked]
     row["accuracy"] = float(np.mean([accuracy(model, fed.test_images, fed.test_labels) for model in models]))
-    marked = with_trigger(fed.test_images[fed.test_labels != TARGET])
     row["opened"] = float(np.mean([opened(model, marked) for model in models]))
     return row
 
 
-def matched(
-    method: Method[Any], honest: Sequence[Client], replies: Mapping[str, Reply], fed: Federation
-) -> tuple[float, float]:
-    """Personal models of primum and of training alone on each site's own test images, the mean over sites."""
+def matched(models: Mapping[str, Predictor], fed: Federation) -> float:
+    """Accuracy of each site's model on its own test images, the mean over sites that have any."""
     found = []
-    names = [client.name for client in fed.clients]
-    for client in honest:
-        own = fed.owner == names.index(client.name)
-        if own.any():
-            alone = local.own_model(client, fed.ctx, "both")
-            ours = method.personalize(client, replies[client.name], fed.ctx)
-            found.append([accuracy(m, fed.test_images[own], fed.test_labels[own]) for m in (ours, alone)])
-    ours_mean, alone_mean = np.mean(found, 0)
-    return float(ours_mean), float(alone_mean)
+    for number, client in enumerate(fed.clients):
+        own = fed.owner == number
+        if client.name in models and own.any():
+            found.append(accuracy(models[client.name], fed.test_images[own], fed.test_labels[own]))
+    return float(np.mean(found))
 
 
 def looked_at(partition: str, settings: Mapping[str, Any], store: Any) -> dict[str, Any]:
@@ -383,6 +399,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--attacks", nargs="+", default=ATTACKS)
+    parser.add_argument("--door-seeds", nargs="+", type=int, default=range(6))
+    parser.add_argument("--door-steps", nargs="+", type=int, default=[way["steps"] for way, _ in DOORS])
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
@@ -404,8 +422,11 @@ def main() -> None:
                     found["hostile"] += hostile(name, settings, counts, cache.store)
                     print(found["hostile"][-1], flush=True)
         if "doors" in given.parts:
-            cases = [(seed, way) for way in (SHORT, SETTINGS["primum"]) for seed in range(3)]
-            found["doors"] = [row for case in cases for row in doors(*case, cache.store)]
+            ways = [(way, seeds) for way, seeds in DOORS if way["steps"] in given.door_steps]
+            cases = [(seed, way) for way, seeds in ways for seed in seeds if seed in given.door_seeds]
+            rows = [*found.get("doors", []), *(row for case in cases for row in doors(*case, cache.store))]
+            kept = {(row["steps"], row["seed"], row["upload"]): row for row in rows}
+            found["doors"] = sorted(kept.values(), key=lambda row: (row["steps"], row["seed"]))
     out = {**found, "config": {**COMMON, **ATTACKED}, "smaller": SMALLER, "settings": SETTINGS}
     given.out.write_text(json.dumps({**out, "versions": versions("cpu")}, indent=1) + "\n", encoding="utf-8")
 

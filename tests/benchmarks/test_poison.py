@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,21 @@ def test_personal_models_are_measured_on_each_honest_sites_own_images(
 ) -> None:
     monkeypatch.setattr(poison, "SETTINGS", {"primum": TINY_METHODS["primum"]})
     row = poison.outcome("logits x100", "primum", fed, True, poison.Fusions(fed))
-    alone = []
+    method = create("primum", poison.SETTINGS)
+    uploads = [method.upload(client, fed.ctx) for client in fed.clients]
+    uploads[poison.ATTACKER] = poison.attack("logits x100", method, fed.clients[poison.ATTACKER], fed.ctx)
+    replies = pipeline.fuse(method, uploads, replace(fed.ctx, store=MemoryStore()), "again")
+    found, marked = [], poison.with_trigger(fed.test_images[fed.test_labels != poison.TARGET])
     for number, client in enumerate(fed.clients):
         own = fed.owner == number
-        if number != poison.ATTACKER and own.any():
-            answers = local.own_model(client, fed.ctx, "both").probabilities(fed.test_images[own])
-            alone.append(np.mean(answers.argmax(1) == fed.test_labels[own]))
-    assert row["alone"] == pytest.approx(np.mean(alone)) and 0 <= row["personal"] <= 1
+        if number == poison.ATTACKER or not own.any():
+            continue
+        models = method.personalize(client, replies[number], fed.ctx), local.own_model(client, fed.ctx, "both")
+        right = [m.probabilities(fed.test_images[own]).argmax(1) == fed.test_labels[own] for m in models]
+        doors = [m.probabilities(marked).argmax(1) == poison.TARGET for m in models]
+        found.append([np.mean(hits) for hits in (*right, *doors)])
+    named = [row[name] for name in ("personal", "alone", "personal_opened", "alone_opened")]
+    assert named == pytest.approx(np.mean(found, 0))
 
 
 def test_members_that_attack_are_counted_apart_from_honest_ones() -> None:

@@ -36,7 +36,7 @@ def changed(upload: Upload, change: Callable[[str, torch.Tensor], torch.Tensor])
     return replace(upload, tensors={name: change(name, value) for name, value in upload.tensors.items()})
 
 
-def times(ends: str, factor: float) -> Callable[[Upload], Upload]:
+def times(ends: str | tuple[str, ...], factor: float) -> Callable[[Upload], Upload]:
     return lambda upload: changed(upload, lambda name, value: factor * value if name.endswith(ends) else value)
 
 
@@ -48,8 +48,8 @@ def untrained(upload: Upload) -> Upload:
 
 
 def claiming(upload: Upload, factor: int, counters: int = 0) -> Upload:
-    counts = [factor * count for count in upload.class_counts or ()]
-    given = replace(upload, class_counts=counts)
+    counts = upload.class_counts and [factor * count for count in upload.class_counts]
+    given = replace(upload, class_counts=counts, num_samples=upload.num_samples and factor * upload.num_samples)
     forged = lambda name, value: value + counters if name.endswith("num_batches_tracked") else value  # noqa: E731
     return changed(given, forged)
 
@@ -62,8 +62,10 @@ LEFT_OUT: dict[str, tuple[Callable[[Upload], Upload], str]] = {
         ),
         "times as large",
     ),
+    "logits the other way round": (times(("head.weight", "head.bias"), -100), "times as large"),
     "a hidden layer": (times("stage3.0.bn2.weight", 100), "times as large"),
-    "large statistics": (times("running_var", 1000), "batch-normalisation statistics"),
+    "large statistics": (times(("running_mean", "running_var"), 1000), "batch-normalisation statistics"),
+    "large variances": (times("running_var", 1000), "batch-normalisation statistics"),
     "small statistics": (times("running_var", 1e-3), "batch-normalisation statistics"),
     "sign": (times("head.weight", -1), "common start"),
     "untrained": (untrained, "common start"),
@@ -166,6 +168,20 @@ def test_a_claim_far_beyond_the_others_counts_for_a_thousand_times_their_median(
     assert sum(counts) == pytest.approx(1000 * 40, rel=0.01)
     shares = torch.tensor(counts) / sum(counts), torch.tensor(honest[BAD].class_counts) / 40
     assert torch.allclose(*shares, atol=1e-3), "the mix stays"
+
+
+def test_so_does_a_claim_of_images_without_classes() -> None:
+    method, ctx = create("fedavg"), tiny_context()
+    honest = [method.upload(client, ctx) for client in tiny_clients(5)]
+    images = honest[0].num_samples or 0
+    assert {(upload.class_counts, upload.num_samples) for upload in honest} == {(None, images)}
+    forged = with_bad(honest, lambda upload: claiming(upload, 5000, counters=10**6))
+    seen = defence.look(forged, ctx)
+    (note,) = seen.notes
+    assert "5000 times" in note.what and not note.left_out
+    assert [(upload.num_samples or 0) / images for upload in seen.uploads] == [1, 1, 1000, 1, 1]
+    silent = replace(honest[0], num_samples=None)
+    assert not defence.look([silent, *forged[1:]], ctx).notes, "nothing to compare with"
 
 
 FOUR: dict[str, int] = {"classes": 4}

@@ -266,7 +266,7 @@ def _limit_heads(uploads: Sequence[Upload]) -> Limited:
 
 def _limit_claims(uploads: Sequence[Upload]) -> Limited:
     """Nobody counts for more than so many times the median of the others, in whatever mix of classes it has."""
-    if any(upload.class_counts is None for upload in uploads):
+    if not all(map(_claimed, uploads)):
         return {}
     claimed = torch.tensor([float(_claimed(upload)) for upload in uploads])
     factors = steps.outliers.capped(claimed, MOST_IMAGES).tolist()

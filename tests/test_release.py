@@ -19,9 +19,16 @@ def run(*command: str | Path, stdin: bytes = b"", cwd: Path = ROOT) -> subproces
     return subprocess.run([str(word) for word in command], cwd=cwd, input=stdin, capture_output=True)
 
 
-def make(checkout: Path, *words: str) -> None:
-    done = run("make", "-f", ROOT / "Makefile", f"BIN={Path(sys.executable).parent}", *words, cwd=checkout)
-    assert done.returncode == 0, done.stderr.decode()
+def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """With the environment that runs the tests, as it is: `make` would install the checkout into it."""
+    as_they_are = [word for target in (".venv/.ready", ".venv/.ready-dev", "sbom") for word in ("-o", target)]
+    return run("make", f"BIN={Path(sys.executable).parent}", *as_they_are, *words, cwd=checkout)
+
+
+def installed_from() -> str:
+    """Where a new process finds the package."""
+    where = "import importlib.util; print(importlib.util.find_spec('fedbicross').origin)"
+    return run(sys.executable, "-c", where, cwd=Path(sys.prefix)).stdout.decode()
 
 
 @pytest.mark.slow
@@ -30,15 +37,17 @@ def test_a_release_is_the_same_wherever_it_is_built_and_says_who_made_it(tmp_pat
     key, signers = tmp_path / "key", tmp_path / "signers"
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key)
     signers.write_text("releases " + key.with_suffix(".pub").read_text(encoding="ascii"), encoding="ascii")
-    sums = []
+    sums, before = [], installed_from()
     for number in range(2):
         checkout = tmp_path / f"checkout-{number}"
         assert run("git", "clone", "-q", ROOT, checkout).returncode == 0
         (checkout / "src" / "fedbicross" / "not_committed.py").write_text(f"NUMBER = {number}\n", encoding="utf-8")
         (checkout / "sbom.json").write_text("{}", encoding="utf-8")  # which needs an index
-        make(checkout, "release", f"KEY={key}", "STAMP=Makefile", "-o", "sbom")
+        done = make(checkout, "release", f"KEY={key}")
+        assert done.returncode == 0, done.stderr.decode()
         sums.append((checkout / "dist" / "SHA256SUMS").read_bytes())
     assert sums[0] == sums[1]
+    assert installed_from() == before and not (checkout / ".venv").exists()
 
     dist = tmp_path / "checkout-0" / "dist"
     (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
@@ -57,5 +66,5 @@ def test_a_release_is_the_same_wherever_it_is_built_and_says_who_made_it(tmp_pat
 
 
 def test_a_release_without_a_key_is_refused() -> None:
-    done = run("make", "release", "STAMP=Makefile", "-o", "sbom")
+    done = make(ROOT, "release")
     assert done.returncode == 2 and b"make release KEY=" in done.stderr

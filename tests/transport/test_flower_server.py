@@ -319,6 +319,14 @@ def test_refusing_sites_that_leave_no_quorum_end_the_run_by_name(federation, upl
     assert (tmp_path / "uploads/client-0.safetensors").exists(), "the next run begins with it"
 
 
+def test_the_operator_goes_on_with_fewer_than_agreed(federation, uploads, tmp_path) -> None:
+    one, *_ = all_well(uploads)
+    declining = [Node([says(code="policy_audit")], name=name) for name in ("client-1", "client-2")]
+    done = play(federation, tmp_path, one, *declining, quorum=1)
+    assert done.fused == [["client-0"]] and done.summary["complete"]
+    assert done.summary["missing"] == ["client-1", "client-2"] and "quorum 1" in done.said[0]
+
+
 def test_a_refusing_node_that_nobody_registered_speaks_for_no_site(federation, uploads, tmp_path) -> None:
     one, two, three = all_well(uploads)
     three.online_from = 1050.0

@@ -101,11 +101,12 @@ def run(
     work: common.WorkOption = common.WORK,
     deadline_hours: Annotated[float, typer.Option(help="the run ends after this, whoever is missing")] = 72.0,
     grace_hours: Annotated[float, typer.Option(help="with the quorum there: how long the rest is waited for")] = 24.0,
+    quorum: Annotated[int, typer.Option(min=0, help="fuse with so few uploads; 0: as agreed")] = 0,
     json: common.JsonOption = False,
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
     hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
-    summary = flower.deploy.run(work, flower.settings.Waiting.from_run_config(hours), _say)
+    summary = flower.deploy.run(work, flower.settings.Waiting.from_run_config({**hours, "quorum": quorum}), _say)
     if json:
         print_json(summary)
     else:

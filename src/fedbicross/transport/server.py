@@ -249,7 +249,7 @@ def _check_quorum(federation: FederationFile, received: Received, usable: int, n
         raise MethodError(
             "quorum",
             f"{usable} of {len(federation.clients)} uploads can be used, {needed} are needed; "
-            f"missing: {', '.join(received.missing) or 'none'}",
+            f"missing: {', '.join(received.missing) or 'none'}; --quorum goes on with fewer",
         )
 
 

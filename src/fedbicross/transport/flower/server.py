@@ -82,6 +82,7 @@ class OneShot:
         patience: float = 10.0,
     ) -> None:
         self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
+        self.quorum = waiting.quorum or federation.quorum
         self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
@@ -90,8 +91,8 @@ class OneShot:
 
     def run(self, grid: Grid) -> None:
         """Sites may come, go and come back at any time; nothing travels down before an upload came up."""
-        count, quorum = len(self.federation.clients), self.federation.quorum
-        self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {quorum}")
+        count = len(self.federation.clients)
+        self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {self.quorum}")
         try:
             self._round(PendingMessages(grid, self.say, self.patience))
         except FedBiCrossError as error:
@@ -230,10 +231,11 @@ class OneShot:
         uploads, now = self._uploads(), self.clock()
         here, awaited = len(uploads), set(self.federation.clients) - set(uploads) - set(self.outcome.declined)
         over = now - self.began >= self.limits.deadline_seconds
-        if here < self.federation.quorum:
-            if over or here + len(awaited) < self.federation.quorum:
+        if here < self.quorum:
+            if over or here + len(awaited) < self.quorum:
                 raise MethodError(
-                    "quorum", f"{here} uploads came, {self.federation.quorum} are needed; {self._lacking()}"
+                    "quorum",
+                    f"{here} uploads came, {self.quorum} are needed; {self._lacking()}; --quorum goes on with fewer",
                 )
             return False
         return not awaited or over or now - self.last_news >= self.limits.grace_seconds
@@ -307,10 +309,12 @@ def main(grid: Grid, context: Context) -> None:
     log = LogFile(Path(settings.work) / LOG, print)
     key = settings.load_key()
 
-    def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
-        return fuse_uploads(federation, uploads, folder / "server", key, log, device=settings.device)
-
     waiting = Waiting.from_run_config(context.run_config)
+    quorum = waiting.quorum or None
+
+    def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
+        return fuse_uploads(federation, uploads, folder / "server", key, log, device=settings.device, quorum=quorum)
+
     shot = OneShot(federation, folder, fuse, waiting, log.say)
     shot.outcome.flower_run = context.run_id
     try:

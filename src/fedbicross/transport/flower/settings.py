@@ -80,13 +80,14 @@ class Waiting(Settings):
     grace_seconds: float = Field(
         24 * 3600.0, ge=0, description="once the quorum is there: how long after the last news the rest is waited for"
     )
+    quorum: int = Field(0, ge=0, description="fuse with so few uploads; 0: as agreed")
     retry_seconds: float = Field(60.0, gt=0, description="pause before a node that failed is asked again; doubles")
     poll_seconds: float = Field(3.0, gt=0, description="pause between two looks for answers")
 
     @classmethod
     def from_run_config(cls, given: Mapping[str, Any]) -> Waiting:
         """From `flwr run --run-config 'deadline-seconds=...'`; Flower's names have dashes."""
-        values = {key.replace("-", "_"): float(value) for key, value in given.items() if isinstance(value, int | float)}
+        values = {key.replace("-", "_"): value for key, value in given.items() if isinstance(value, int | float)}
         return parse(cls, values, "run-config")
 
 

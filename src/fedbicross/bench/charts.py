@@ -16,7 +16,9 @@ WIDTH, LEFT, RIGHT, TOP, HEIGHT = 484.0, 40.0, 164.0, 26.0, 236.0
 LETTERS = 24  # of a method's name at the right
 FLOOR = -0.15  # gains below are drawn there: a method that loses 80 points must not flatten all others
 NARROW = 354.0
-WHOLE = re.compile(r"\.0+(?!\d)")  # the end of 1.00 s, not of 0.01 s
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+TIMES = (*SECONDS, 60, 120, 300, 600, 1200, 3600, 7200, 18_000, 36_000, 72_000, 180_000, 360_000)  # minutes, hours
+WHOLE = re.compile(r"\.0+(?!\d)| 00 (s|min)$")  # the end of 1.00 s and of 2 min 00 s, not of 0.01 s
 SIZES = (0, 250, 500, 1000, 2000, 4000)  # images of a hospital
 
 
@@ -165,7 +167,7 @@ def accuracy_against(groups: Sequence[Group], what: str, colour: Mapping[str, in
         y = at(floor, tick / 100)[1]
         body.append(line(LEFT, y, LEFT + wide, y, "rule"))
         body.append(text(LEFT - 6, y + 4, tick_text(tick), anchor="end", class_="tick"))
-    for value in _log_ticks(low_x, high_x):
+    for value in _time_ticks(low_x, high_x) if what == "seconds" else _log_ticks(low_x, high_x):
         x = at(value, low)[0]
         body.append(line(x, TOP, x, TOP + HEIGHT, "rule"))
         name = "0" if value == floor and min(cost for _, _, cost, _ in shown) < floor else show(value)
@@ -196,7 +198,16 @@ def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     steps = (1, 2, 5) if high - low < 2 else (1,)
     found = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
-    return found[:: max(1, math.ceil(len(found) / 6))]
+    return _few(found)
+
+
+def _time_ticks(low: float, high: float) -> list[float]:
+    """Whole seconds, minutes and hours between two powers of ten: 100 s would be 1 min 40 s, too wide for its place."""
+    return _few([value for value in TIMES if low <= math.log10(value) <= high])
+
+
+def _few(values: list[float]) -> list[float]:
+    return values[:: max(1, math.ceil(len(values) / 6))]
 
 
 def _cost(item: Line, what: str) -> float | None:

@@ -279,7 +279,8 @@ def expand(name: str, suite: Suite, budget: str | None = None) -> list[Cell]:
                 continue
             if _definition(other) != _definition(cell):
                 raise ConfigError("same_cell", f"{other.sweep} and {cell.sweep} make {cell.key} in different ways")
-            found[cell.key] = replace(other, also=(*other.also, cell.sweep))
+            ablation = other.ablation and cell.ablation  # what one sweep compares as a method is drawn as one
+            found[cell.key] = replace(other, also=(*other.also, cell.sweep), ablation=ablation)
     return list(found.values())
 
 

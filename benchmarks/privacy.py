@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.development import held_back
 from fedbicross.context import Context, MemoryStore, Task
-from fedbicross.data.dataset import Dataset
 from fedbicross.data.load import load_dataset
 from fedbicross.data.partition import make_partition
 from fedbicross.engine.recipe import Training
@@ -66,19 +66,15 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     data = load_dataset(given.images, given.data_dir, given.size)
+    data = held_back(data) if given.develop else data
     train, test = data.train, data.test
-    if given.develop:
-        order = np.random.default_rng(0).permutation(len(train.labels))
-        fifth = len(order) // 5
-        train, test = data.train.take(np.sort(order[fifth:])), data.train.take(np.sort(order[:fifth]))
     task = Task(tuple(data.classes), data.image_size, data.channels, "cnn")
     view = {"encoder": ENCODER, "encoder_size": given.encoder_size, "delta": DELTA}
     rows: list[dict[str, Any]] = []
     for settings, place, seed in development() if given.develop else measurement():
         count, kind = SITES[place]
-        whole = Dataset(data.name, data.classes, train, test, data.note)
-        partition = make_partition(whole, kind, count, numpy_rng(seed, "partition"), seed=seed, alpha=0.5)
-        clients = make_clients(whole, partition)[0]
+        partition = make_partition(data, kind, count, numpy_rng(seed, "partition"), seed=seed, alpha=0.5)
+        clients = make_clients(data, partition)[0]
         ctx = Context(task, Training(), seed=seed, store=Kept(given.features))
         began = time.perf_counter()
         method = create("analytic", {"analytic": {**view, **settings}})

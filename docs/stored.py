@@ -59,7 +59,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
     ),
     "benchmarks/waiting.json": ("how threads wait for each other", "`python -m benchmarks.waiting`"),
     "privacy/membership-memorised.json": (
-        "the same where networks memorise, and with DP-SGD",
+        "membership inference where networks memorise, and with DP-SGD",
         "`python -m benchmarks.membership --data-dir DIR --device cuda --jobs 6 --epochs 100 --no-augment --shadows 16 "
         "--epsilons 1 4 8 --out results/privacy/membership-memorised.json`",
     ),
@@ -68,7 +68,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "`python -m benchmarks.private_training --data-dir DIR --device cuda --jobs 8 --seeds 0`",
     ),
     "privacy/dp-features.json": (
-        "the same for `analytic`",
+        "`analytic` on real images: alone, together, behind the gate",
         "`python -m benchmarks.private_training --data-dir DIR --data bloodmnist --partitions dirichlet --seeds 0 "
         "--images 600 --tests 1000 --features DIR`",
     ),

@@ -9,7 +9,8 @@ What a choice of settings tells of the images that it was made on is not account
 batch-normalisation statistics and balanced classes, and cannot be private: here its gate judges other shared models.
 
 With `--features DIR`, where features of EfficientNet-Lite0 are kept, the same for `analytic`, which sends sums of them
-behind noise and needs no DP-SGD. `--quick` is for trying the script: drawn cells, one ε, one epoch.
+behind noise and needs no DP-SGD. A data set that is a folder in `--data-dir` is seen at 224 pixels. `--quick` is for
+trying the script: drawn cells, one ε, one epoch.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from fedbicross.seeds import numpy_rng
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "privacy"
 DELTA = 1e-5
+ENCODER_SIZE, FOLDER_SIZE = 96, 224  # pixels that the encoder sees, at least; of images from files
 PARTITIONS = {"iid": "5 sites, alike", "dirichlet": "5 sites, α = 0.5"}
 DEVELOPMENT_SEED = 100
 GRID = [
@@ -93,7 +95,13 @@ class Plan:
 
     def load(self, name: str) -> Dataset:
         """The data set, or as many images of it as were asked for, drawn by lot."""
-        data = load_cells(8, 0, 300, 90) if self.drawn else load_dataset(name, data_dir=self.data_dir)
+        folder = (self.data_dir or Path()) / name
+        if self.drawn:
+            data = load_cells(8, 0, 300, 90)
+        elif folder.is_dir():
+            data = load_dataset(folder, image_size=FOLDER_SIZE)
+        else:
+            data = load_dataset(name, data_dir=self.data_dir)
         rng = np.random.default_rng(0)
         train, test = (
             part.take(np.sort(rng.permutation(len(part.labels))[:most]))
@@ -214,7 +222,8 @@ def on_features(job: tuple[str, str, int], plan: Plan, folder: Path) -> list[dic
     data = plan.load(name)
     clients, owners, test = dealt(data, kind, seed)
     ctx = replace(plan.context(data, "cnn", Training(), seed), store=Kept(folder / f"{name}-{kind}-{seed}"))
-    view = {} if plan.drawn else {"encoder": ENCODER, "encoder_size": 96, "projection": 256}
+    seen = {"encoder": ENCODER, "encoder_size": max(ENCODER_SIZE, data.image_size), "projection": 256}
+    view = {} if plan.drawn else seen
 
     def method(label: str, epsilon: float | None) -> Any:
         return create(label, {"analytic": {**view, "delta": DELTA, "epsilon": epsilon}}, quick=plan.drawn)

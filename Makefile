@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.ready-dev
 
+.NOTPARALLEL:
 .PHONY: setup demo test check lint format bench soak sbom packages release key lock docs clean
 
 setup: $(STAMP)
@@ -61,27 +62,30 @@ MINUTES ?= 10
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
-# What the demo's environment consists of, as CycloneDX JSON; the tool lives in an environment of its own.
-sbom: $(READY)
-	$(PYTHON) -m venv .venv-sbom
-	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
-	.venv-sbom/bin/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
+# What the demo's environment consists of, as CycloneDX JSON: of one made for this, since that of the tests holds more. The tool
+# lives in another. Where the package itself was installed from is of no interest, and a path of this machine.
+sbom:
+	$(MAKE) VENV=.venv-sbom/demo .venv-sbom/demo/.ready
+	$(PYTHON) -m venv .venv-sbom/tool
+	.venv-sbom/tool/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom
+	.venv-sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o sbom.json \
+	  .venv-sbom/demo/bin/python
+	@! grep -n 'file:' sbom.json
 
 # Both packages, of the last commit and nothing else: the same to the byte for whoever builds it.
-DIST ?= dist
-packages:
-	rm -rf $(DIST) && mkdir -p $(DIST)/source
-	git archive HEAD | tar -x -C $(DIST)/source
-	cd $(DIST)/source && SOURCE_DATE_EPOCH=$$(git -C '$(CURDIR)' log -1 --format=%ct) \
+packages: $(READY)
+	rm -rf dist && mkdir -p dist/source
+	git archive HEAD | tar -x -C dist/source
+	cd dist/source && SOURCE_DATE_EPOCH=$$(git -C '$(CURDIR)' log -1 --format=%ct) \
 	  '$(abspath $(BIN))/python' -m hatchling build -d ..
-	rm -rf $(DIST)/source
+	rm -rf dist/source
 
 # What is published: the packages, the parts, the SHA-256 of each, signed with KEY (`ssh-keygen -t ed25519`). docs/security.md says
 # how to check it.
-release: key $(STAMP) sbom packages
-	cp sbom.json $(DIST)/
-	cd $(DIST) && sha256sum * > SHA256SUMS
-	ssh-keygen -q -Y sign -n fedbicross -f '$(KEY)' $(DIST)/SHA256SUMS
+release: key sbom packages
+	cp sbom.json dist/
+	cd dist && sha256sum * > SHA256SUMS
+	ssh-keygen -q -Y sign -n fedbicross -f '$(KEY)' dist/SHA256SUMS
 
 key:
 	@test -n '$(KEY)' || { echo 'make release KEY=your-private-key' >&2; exit 2; }

@@ -70,7 +70,7 @@ def look_at(method: Method[Any], uploads: Sequence[Upload], ctx: Context, truste
     """At the server, after the door: what sticks out among these uploads, and as what each of them is used."""
     if method.trusting:
         return Seen(list(uploads))
-    return parts.defence.look(uploads, ctx.with_loss(method.loss), trusted)
+    return parts.defence.look(uploads, ctx.with_loss(method.loss), trusted, method.counted_less)
 
 
 def fuse(

@@ -181,7 +181,7 @@ def test_so_does_a_claim_of_images_without_classes() -> None:
     assert "5000 times" in note.what and not note.left_out
     assert [(upload.num_samples or 0) / images for upload in seen.uploads] == [1, 1, 1000, 1, 1]
     silent = replace(honest[0], num_samples=None)
-    assert not defence.look([silent, *forged[1:]], ctx).notes, "nothing to compare with"
+    assert defence.look([silent, *forged[1:]], ctx).notes == seen.notes, "one silent site does not shield it"
 
 
 FOUR: dict[str, int] = {"classes": 4}

@@ -62,6 +62,22 @@ def test_any_partition_gives_the_centralised_classifier(owners: list[int]) -> No
     assert float((split.bias - whole.bias).abs().max()) < 1e-10
 
 
+def test_fewer_images_of_the_same_kind(float64: None) -> None:
+    rng = np.random.default_rng(0)
+    x, y = torch.from_numpy(rng.normal(size=(24, 3))), torch.tensor([0] * 16 + [1] * 7 + [3])
+    once = ss.statistics(x, y, 4)
+    many = ss.statistics(x.repeat(8, 1), y.repeat(8), 4)
+    again = ss.scaled(many, once.counts, 1 / 8)
+    for name in ("counts", "class_sums", "gram"):
+        assert torch.allclose(getattr(again, name), getattr(once, name), rtol=1e-12, atol=1e-12)
+    few = torch.tensor([2.0, 1, 0, 1])  # a tenth, but of no class none
+    tenth = ss.scaled(once, few, 0.1)
+    present = once.counts > 0
+    means, before = (part.class_sums[present] / part.counts[present][:, None] for part in (tenth, once))
+    assert torch.allclose(means, before, rtol=1e-12)
+    assert torch.allclose(ss.scatter_within(tenth), 0.1 * ss.scatter_within(once), atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["total", "within"])
 def test_covariance_is_numpys(kind: str) -> None:
     x, y = data()

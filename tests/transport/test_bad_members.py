@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedbicross import pipeline
 from fedbicross.bundle import audit, sign
 from fedbicross.context import Context
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
@@ -213,6 +214,35 @@ def test_who_sticks_out_is_left_out_by_name_and_everybody_is_told(spec: str, mad
     assert [BAD in entry["reason"] for entry in entries if entry["what"] == "note"] == [True]
     again = sites.fuse(sent, tmp_path)
     assert again == replies
+
+
+def five_thousand_times(upload: Upload) -> Upload:
+    """As if of so many copies of each image, counters and sums too."""
+    tensors = {name: 5000 * value for name, value in upload.tensors.items() if name in ("class_sums", "gram")}
+    counters = {n: value + 10**6 for n, value in upload.tensors.items() if n.endswith("num_batches_tracked")}
+    counts = upload.class_counts and [5000 * count for count in upload.class_counts]
+    images = upload.num_samples and 5000 * upload.num_samples
+    return replace(changed(upload, **tensors, **counters), class_counts=counts, num_samples=images)
+
+
+BY_COUNTS = (
+    "fedavg", "ensemble:class_weighted", "primum", "fedbicross:class_weighted", "fedisca:class_weighted", "fedcgs",
+    "analytic", "analytic:lda", "fedpft", "falcon:released",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", BY_COUNTS)
+def test_a_site_of_so_many_images_counts_for_less_and_breaks_nothing(spec: str, made: Any, tmp_path: Path) -> None:
+    sites, honest = made(spec)
+    method, ctx = sites.federation.build(), sites.simulation()
+    sent = [five_thousand_times(u) if name == BAD else u for name, u in honest.items()]
+    seen = pipeline.look_at(method, sent, ctx)
+    (note,) = seen.notes
+    assert note.client == BAD and "1000 times as many count" in note.what and not note.left_out
+    limited = next(upload for upload in seen.uploads if upload.client == BAD)
+    pipeline.check_upload(method, limited, ctx.task)
+    replies = sites.fuse({upload.client: signed(sites, upload) for upload in sent}, tmp_path)
+    assert sorted(replies) == sorted(honest)
 
 
 def test_a_fusion_can_be_held_until_a_person_has_looked(made: Any, tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ class Method(ABC, Generic[ConfigT]):
         del upload
         return {}
 
+    def counted_less(self, upload: Upload, share: float) -> Upload:
+        """The upload as if from so small a share of its images, where a site claims far more than all others."""
+        return parts.defence.counted_less(upload, share)
+
     def check_extra(self, upload: Upload) -> None:
         """Refuse words in the manifest that this method would not read."""
         unknown = [str(key)[:32] for key in upload.extra if key not in self.extra_keys]

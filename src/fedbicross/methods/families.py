@@ -142,6 +142,10 @@ class MomentsMethod(Method[MomentsT]):
         self.check_extra(upload)
         parts.moments.check_upload(self.config, upload)
 
+    def counted_less(self, upload: Upload, share: float) -> Upload:
+        """Its sums are as much smaller as its counts are."""
+        return parts.moments.counted_less(upload, super().counted_less(upload, share), share)
+
     def must_agree(self, upload: Upload) -> dict[str, Any]:
         """The encoder, and how many numbers a feature has."""
         return {"encoder_mismatch": upload.extra["encoder"], "feature_width": upload.tensors["class_sums"].shape[1]}

@@ -17,8 +17,9 @@ All that is read here are uploads; the operator reads the notes, and may trust a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedbicross import parts, steps
@@ -79,14 +80,31 @@ class Seen:
         return [given.get(upload.client, left_out) for upload in uploads]
 
 
-def look(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = ()) -> Seen:
+Counting = Callable[[Upload, float], Upload]  # the upload as if from this share of its images
+
+
+def counted_less(upload: Upload, share: float) -> Upload:
+    """The upload with this share of the numbers that it states: at least 1 of what it has at all."""
+    changes: dict[str, Any] = {}
+    if upload.class_counts is not None:
+        changes["class_counts"] = [max(1, round(share * count)) if count else 0 for count in upload.class_counts]
+    if upload.num_samples is not None:
+        total = sum(changes["class_counts"]) if "class_counts" in changes else max(1, round(share * upload.num_samples))
+        changes["num_samples"] = total
+    return replace(upload, **changes)
+
+
+def look(
+    uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = (), counting: Counting = counted_less
+) -> Seen:
     """Every rule above, in the order of the uploads; what the operator trusts is noted and used as it is."""
     if len(uploads) < FEWEST:
         return Seen(list(uploads))
     notes = list(_left_out(uploads, ctx, trusted))
     gone = {note.client for note in notes if note.left_out}
     used = [upload for upload in uploads if upload.client not in gone]
-    for limit in (_limit_heads, _limit_claims) if len(used) >= FEWEST else ():
+    limits = (_limit_heads, partial(_limit_claims, counting=counting))
+    for limit in limits if len(used) >= FEWEST else ():
         found = limit(used)
         notes += [Note(client, what) for client, (what, _) in found.items()]
         used = [found[u.client][1] if u.client in found and u.client not in trusted else u for u in used]
@@ -264,30 +282,20 @@ def _limit_heads(uploads: Sequence[Upload]) -> Limited:
     return out
 
 
-def _limit_claims(uploads: Sequence[Upload]) -> Limited:
+def _limit_claims(uploads: Sequence[Upload], counting: Counting) -> Limited:
     """Nobody counts for more than so many times the median of the others, in whatever mix of classes it has."""
-    if not all(map(_claimed, uploads)):
+    claiming = [upload for upload in uploads if _claimed(upload)]
+    if len(claiming) < FEWEST:
         return {}
-    claimed = torch.tensor([float(_claimed(upload)) for upload in uploads])
+    claimed = torch.tensor([float(_claimed(upload)) for upload in claiming])
     factors = steps.outliers.capped(claimed, MOST_IMAGES).tolist()
     what = f"claims {{:.0f}} times as many images as others; {MOST_IMAGES:.0f} times as many count"
     return {
-        upload.client: (what.format(MOST_IMAGES / factor), _counting(upload, factor))
-        for upload, factor in zip(uploads, factors, strict=True)
+        upload.client: (what.format(MOST_IMAGES / factor), counting(upload, factor))
+        for upload, factor in zip(claiming, factors, strict=True)
         if factor < 1
     }
 
 
 def _claimed(upload: Upload) -> int:
     return upload.num_samples or sum(upload.class_counts or ())
-
-
-def _counting(upload: Upload, share: float) -> Upload:
-    """The upload with this share of the numbers that it states: at least 1 of what it has at all."""
-    changes: dict[str, Any] = {}
-    if upload.class_counts is not None:
-        changes["class_counts"] = [max(1, round(share * count)) if count else 0 for count in upload.class_counts]
-    if upload.num_samples is not None:
-        total = sum(changes["class_counts"]) if "class_counts" in changes else max(1, round(share * upload.num_samples))
-        changes["num_samples"] = total
-    return replace(upload, **changes)

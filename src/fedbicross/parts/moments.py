@@ -97,6 +97,14 @@ def statistics(upload: Upload) -> Statistics:
     return Statistics(counts, sums, steps.unpack_triangle(upload.tensors["gram"], sums.shape[1]))
 
 
+def counted_less(upload: Upload, counted: Upload, share: float) -> Upload:
+    """The sums for the counts of ``counted``: class means stay, and the scatter within classes has its share."""
+    given, fewer = statistics(upload), statistics(counted)
+    scaled = steps.scaled(given, fewer.counts, share)
+    tensors = {"class_sums": scaled.class_sums, "gram": steps.pack_triangle(scaled.gram)}
+    return replace(counted, tensors=tensors)
+
+
 def head(config: MomentsConfig, uploads: Sequence[Upload], ctx: Context, exact: Solve) -> tuple[LinearHead, Statistics]:
     """The head and the sums behind it: by ``exact``, or where the sums are noisy by `steps.noisy_head`."""
     found, noise = total(config, uploads, ctx)

@@ -70,6 +70,18 @@ def add(parts: Sequence[Statistics]) -> Statistics:
     )
 
 
+def scaled(given: Statistics, counts: Tensor, share: float) -> Statistics:
+    """Sums of so many images [C] with the same class means, and ``share`` of the scatter about them.
+
+    Counts are whole, so that the share of a small class may be larger: scaled sums and products would then be those of
+    no images at all.
+    """
+    factors = torch.where(given.counts > 0, counts / given.counts.clamp_min(1), share)
+    means = given.class_sums / given.counts.clamp_min(1)[:, None]
+    between = ((factors - share) * given.counts)[:, None] * means
+    return Statistics(counts, factors[:, None] * given.class_sums, share * given.gram + between.T @ means)
+
+
 def pack_triangle(matrix: Tensor) -> Tensor:
     """The lower triangle of a symmetric matrix [D,D] as a vector [D(D+1)/2]."""
     rows, columns = torch.tril_indices(*matrix.shape, device=matrix.device)

@@ -16,7 +16,7 @@ import torch
 from fedbicross import pipeline
 from fedbicross.bundle import audit, sign
 from fedbicross.context import Context
-from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadError
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.messages import Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.transport import files
@@ -160,9 +160,12 @@ def test_where_nobody_has_more_than_half_behind_him_nothing_is_begun(made: Any, 
     assert len(sites.fuse(better, tmp_path)) == 2, "the same folder"
 
 
-@pytest.mark.parametrize("error", [UploadError, MethodError])
+FAILURES = [UploadError("diverged", "no"), MethodError("diverged", "no"), RuntimeError("no"), KeyError("no")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
 def test_a_fusion_that_fails_binds_nobody(
-    error: type[FedBiCrossError], made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever no check foresaw: without the file at fault, the same command in the same folder goes through."""
     sites, honest = made("fedavg")
@@ -170,19 +173,56 @@ def test_a_fusion_that_fails_binds_nobody(
 
     def picky(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
         if BAD in [upload.client for upload in uploads]:
-            raise error("diverged", "no longer finite")
+            raise error
         return fuse(self, uploads, ctx)
 
     monkeypatch.setattr(FedAvg, "fuse", picky)
     sent = {name: signed(sites, upload) for name, upload in honest.items()}
-    with pytest.raises(error):
+    with pytest.raises(FedBiCrossError) as caught:
         sites.fuse(sent, tmp_path)
+    assert caught.value.code == ("diverged" if isinstance(error, FedBiCrossError) else "unexpected")
     assert not (tmp_path / FUSION).exists()
     entries = [json.loads(line)["event"] for line in (tmp_path / files.AUDIT).read_text().splitlines()]
-    assert any(entry.get("what") == "failed" and entry.get("code") == "diverged" for entry in entries)
+    assert any(entry.get("what") == "failed" and entry.get("code") == caught.value.code for entry in entries)
     del sent[BAD]
     assert sorted(sites.fuse(sent, tmp_path)) == ["client-1", "client-2"]
     audit.verify(tmp_path / files.AUDIT)
+
+
+def test_a_full_gpu_is_nobodys_fault(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites, honest = made("fedavg")
+    fuse, full = FedAvg.fuse, [True]
+
+    def one_failure(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        if full.pop() if full else False:
+            raise torch.OutOfMemoryError("full")
+        return fuse(self, uploads, ctx)
+
+    monkeypatch.setattr(FedAvg, "fuse", one_failure)
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    with pytest.raises(RunError, match="out of GPU memory"):
+        sites.fuse(sent, tmp_path)
+    assert (tmp_path / FUSION).exists(), "the same command goes on with the same files"
+    assert len(sites.fuse(sent, tmp_path)) == 3
+
+
+def test_what_a_check_stumbles_over_is_refused_by_name(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, honest = made("fedavg")
+    check = FedAvg.check_upload
+
+    def stumbling(self: FedAvg, upload: Upload) -> None:
+        if upload.client == BAD:
+            raise ZeroDivisionError("division by zero")
+        check(self, upload)
+
+    monkeypatch.setattr(FedAvg, "check_upload", stumbling)
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    with pytest.raises(UploadError, match=f"{BAD}.*ZeroDivisionError") as caught:
+        files.verify_upload(sites.federation, sent[BAD])
+    assert caught.value.code == "unexpected"
+    assert sorted(sites.fuse(sent, tmp_path)) == ["client-1", "client-2"]
 
 
 # --- what passes every check and still sticks out --------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import FederationFile, find_client
 from fedbicross.transport.verify import open_reply, verify_upload
-from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
+from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -191,15 +191,26 @@ def _fuse(
         try:
             replies = pipeline.fuse(method, uploads, ctx, name, trusted)
         except (UploadError, MethodError) as error:
-            audit.append(log, {"what": "failed", "code": error.code, "reason": error.args[0]})
-            ctx.store.drop(FUSION)
-            ctx.drop_stages()
+            _unbind(error, ctx, log)
             raise
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if out_of_memory(error):  # the machine's fault, like a full disk: it can go on later
+                raise
+            what = f"{method.name} cannot work with these uploads ({type(error).__name__}: {error})"
+            unforeseen = MethodError("unexpected", what)
+            _unbind(unforeseen, ctx, log)
+            raise unforeseen from error
         if ctx.workers is not None and not ctx.workers.actors:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
     told = replies[0].info.get("notes", ())  # before anything was begun
     say_warnings(ctx, "fuse", name, told=told)
     return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}
+
+
+def _unbind(error: FedBiCrossError, ctx: Context, log: Path) -> None:
+    audit.append(log, {"what": "failed", "code": error.code, "reason": error.args[0]})
+    ctx.store.drop(FUSION)
+    ctx.drop_stages()
 
 
 def _tell(received: Received, ctx: Context, log: Path) -> None:

@@ -61,18 +61,13 @@ def tiny(spec: str = "primum", **settings: Any) -> Any:
 # --- the algorithm ----------------------------------------------------------------------------------------
 
 
-def slow_contrast(counts: list[list[float]]) -> list[list[float]]:
-    """min(n(i,c), Σ_d≠c n(i,d)), or n(i,c) for a class that nobody could tell from anything."""
-    classes = range(len(counts[0]))
-    told = [[min(row[c], sum(row) - row[c]) for c in classes] for row in counts]
-    totals = [sum(row[c] for row in told) for c in classes]
-    return [[t[c] if totals[c] else row[c] for c in classes] for t, row in zip(told, counts, strict=True)]
-
-
 def slow_weights(counts: list[list[float]], by: str) -> list[list[float]]:
-    """a(i,c), with what a client could tell, or its root, for n(i,c) where that is asked for."""
+    """a(i,c), with min(n(i,c), Σ_d≠c n(i,d)), or its root, for n(i,c) where that is asked for."""
     classes = range(len(counts[0]))
-    counts = counts if by == "counts" else slow_contrast(counts)
+    if by != "counts":
+        told = [[min(row[c], sum(row) - row[c]) for c in classes] for row in counts]
+        totals = [sum(row[c] for row in told) for c in classes]
+        counts = [[t[c] if totals[c] else row[c] for c in classes] for t, row in zip(told, counts, strict=True)]
     if by == "root":
         counts = [[n**0.5 for n in row] for row in counts]
     totals = [sum(row[c] for row in counts) for c in classes]

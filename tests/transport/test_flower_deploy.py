@@ -23,13 +23,14 @@ from typer.testing import CliRunner
 
 from fedbicross.bundle import keys
 from fedbicross.errors import ConfigError, RunError
+from fedbicross.messages import file_name
 from fedbicross.transport import files
 from fedbicross.transport.flower import NEWEST, OLDEST, TESTED, certificates, deploy, require_flower
 from fedbicross.transport.flower.settings import (
     LogFile,
+    RunOptions,
     ServerSettings,
     SiteSettings,
-    Waiting,
     settings_of_superlink,
     site_settings,
 )
@@ -204,7 +205,7 @@ def connect(ready: Ready) -> None:
 def test_a_run_without_a_superlink_says_so(ready: Ready) -> None:
     connect(ready)
     with refuses(RunError, "flower_command", "is `fedbicross flower up` running"):
-        deploy.run(ready.folder / "work", Waiting(), silent)
+        deploy.run(ready.folder / "work", RunOptions(), silent)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +226,12 @@ class Flower:
             file.unlink()
         self.ends, self.summary, self.begun = ends, summary, 0
 
-    def run_once(self, work: Path, waiting: Waiting, summary: Path, say: Any) -> tuple[str, str]:
-        del work, waiting, say
+    def run_once(self, work: Path, options: RunOptions, summary: Path, say: Any) -> tuple[str, str]:
+        del work, options, say
         self.begun += 1
         if self.begun == len(self.ends) and self.summary:
             summary.parent.mkdir(parents=True, exist_ok=True)
-            summary.write_text(json.dumps({"flower_run": self.begun, **self.summary}))
+            summary.write_text(json.dumps({"run": "a-run", "flower_run": self.begun, **self.summary}))
         return str(self.begun), self.ends[self.begun - 1]
 
 
@@ -240,7 +241,7 @@ def test_a_run_that_flower_lost_is_begun_again(ready: Ready, monkeypatch: pytest
     said: list[str] = []
     compacted: list[Path] = []
     monkeypatch.setattr(deploy, "compact", compacted.append)
-    assert deploy.run(ready.folder / "work", Waiting(), said.append)["flower_run"] == 2
+    assert deploy.run(ready.folder / "work", RunOptions(), said.append)["flower_run"] == 2
     assert compacted == [ready.folder / "work"], "the space of answers is given back"
     assert said == ["Flower lost run 1 (finished:failed); it is begun again with what is here"]
 
@@ -259,7 +260,7 @@ def test_a_run_that_failed_is_an_error(
     flower = Flower(ready, ends, **summary)
     monkeypatch.setattr(deploy, "_run_once", flower.run_once)
     with refuses(RunError, "flower_run") as caught:
-        deploy.run(ready.folder / "work", Waiting(), silent)
+        deploy.run(ready.folder / "work", RunOptions(), silent)
     assert summary.get("error", "finished") in str(caught.value)
     assert flower.begun == begun
 
@@ -296,10 +297,10 @@ def test_a_run_that_delivered_less_than_it_made_is_no_success(
     from fedbicross.cli.app import app
 
     summary = {"delivered": {"north": "model_made"}, "missing": ["east"], "late": [], "undelivered": undelivered}
-    summary["declined"] = {"east": "policy_method"}
+    summary |= {"declined": {"east": "policy_method"}, "unusable": {"west": "encoder_mismatch"}}
     monkeypatch.setattr(deploy, "run", lambda *given: summary)
     done = CliRunner().invoke(app, ["flower", "run", *words])
-    assert "north" in done.stdout and "policy_method" in done.stdout
+    assert all(word in done.stdout for word in ("north", "policy_method", "west", "encoder_mismatch"))
     if not undelivered:
         assert done.exit_code == 0
         return
@@ -357,10 +358,43 @@ def test_the_example_is_the_app() -> None:
 
 def test_the_apps_settings_are_those_of_the_server() -> None:
     config = tomllib.loads((SOURCE / "transport/flower/app.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert Waiting.from_run_config(config) == Waiting()
-    assert len(config) == len(Waiting.model_fields)
+    assert RunOptions.from_run_config(config) == RunOptions()
+    assert len(config) == len(RunOptions.model_fields)
     with pytest.raises(ConfigError, match="unknown key"):
-        Waiting.from_run_config({"deadlines": 1})
+        RunOptions.from_run_config({"deadlines": 1})
+
+
+def test_options_arrive_as_they_were_chosen() -> None:
+    """Through Flower's own reader of --run-config, quotes and all."""
+    from flwr.common.config import parse_config_args
+
+    names = ['St. "Mary", north', "Süd = 1", "west"]
+    listed = {name: keys.public_text(keys.generate_key()) for name in names}
+    server = keys.public_text(keys.generate_key())
+    federation = files.new_federation(classes=["a", "b"], server=server, clients=listed, model="resnet8")
+    trust = ",".join(map(file_name, names[:2]))
+    chosen = RunOptions(quorum=2, hold_on_notes=True, trust=trust, deadline_seconds=90)
+    read = RunOptions.from_run_config(parse_config_args([chosen.run_config()]))
+    assert read == chosen and read.trusted(federation) == names[:2]
+    assert RunOptions().trusted(federation) == []
+
+
+def test_what_the_federation_does_not_have_is_refused_before_anybody_is_asked(ready: Ready) -> None:
+    connect(ready)
+    with refuses(ConfigError, "quorum", "the federation has 1 sites"):
+        deploy.run(ready.folder / "work", RunOptions(quorum=2), silent)
+    with refuses(ConfigError, "not_listed", "nobody"):
+        deploy.run(ready.folder / "work", RunOptions(), silent, trust=["nobody"])
+
+
+@pytest.mark.parametrize(
+    "kept", ["{", "[]", "null", '{"flower_run": 1}', '{"run": 1, "flower_run": 1}', '{"run": "a"}']
+)
+def test_a_damaged_summary_of_an_earlier_run_is_none(kept: str, tmp_path: Path) -> None:
+    (tmp_path / "flower.json").write_text(kept)
+    assert deploy._summary_of(tmp_path / "flower.json", "1") == {}
+    (tmp_path / "flower.json").write_text('{"run": "a", "flower_run": 1}')
+    assert deploy._summary_of(tmp_path / "flower.json", "1")["complete"] is False
 
 
 @pytest.mark.slow

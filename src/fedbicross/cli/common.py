@@ -27,6 +27,14 @@ FederationOption = Annotated[Path, typer.Option("--federation", help="the file t
 WorkOption = Annotated[Path, typer.Option(help="where unfinished and private work is kept, by run")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or mps")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads (default: torch's choice)")]
+QuorumOption = Annotated[int | None, typer.Option(min=1, help="fuse with so few uploads (default: as agreed)")]
+HoldOption = Annotated[
+    bool, typer.Option("--hold-on-notes", help="begin nothing while an upload sticks out; a person decides")
+]
+TrustOption = Annotated[
+    list[str] | None,
+    typer.Option("--trust", help="a site whose upload is used as it is, whatever sticks out; repeatable"),
+]
 AcceptOption = Annotated[
     list[str] | None, typer.Option("--accept", help="go on in spite of this finding of `fedbicross check`, by code")
 ]

@@ -101,12 +101,17 @@ def run(
     work: common.WorkOption = common.WORK,
     deadline_hours: Annotated[float, typer.Option(help="the run ends after this, whoever is missing")] = 72.0,
     grace_hours: Annotated[float, typer.Option(help="with the quorum there: how long the rest is waited for")] = 24.0,
-    quorum: Annotated[int, typer.Option(min=0, help="fuse with so few uploads; 0: as agreed")] = 0,
+    quorum: common.QuorumOption = None,
+    hold_on_notes: common.HoldOption = False,
+    trust: common.TrustOption = None,
     json: common.JsonOption = False,
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
-    hours = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
-    summary = flower.deploy.run(work, flower.settings.Waiting.from_run_config({**hours, "quorum": quorum}), _say)
+    chosen = {"deadline_seconds": deadline_hours * 3600, "grace_seconds": grace_hours * 3600}
+    options = flower.settings.RunOptions.from_run_config(
+        {**chosen, "quorum": quorum or 0, "hold_on_notes": hold_on_notes}
+    )
+    summary = flower.deploy.run(work, options, _say, trust or ())
     if json:
         print_json(summary)
     else:
@@ -119,6 +124,8 @@ def run(
 def _print(summary: dict[str, Any]) -> None:
     for site, state in sorted(summary["delivered"].items()):
         print(f"{site}: {state.replace('_', ' ')}")
+    for site, code in sorted(summary["unusable"].items()):
+        print(f"{site}: upload cannot be used ({code})")
     for label, words in (
         ("missing", "no upload"),
         ("late", "upload came too late"),

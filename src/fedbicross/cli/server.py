@@ -63,18 +63,14 @@ def fuse(
     key: Annotated[Path, typer.Option(help="the server's private key")],
     out: Annotated[Path, typer.Option(help="folder for the replies, one file a site")] = Path("replies"),
     federation: common.FederationOption = common.FEDERATION,
-    quorum: Annotated[int | None, typer.Option(min=1, help="fuse with so few uploads (default: as agreed)")] = None,
+    quorum: common.QuorumOption = None,
     work: common.WorkOption = common.WORK,
     device: common.DeviceOption = "auto",
     threads: common.ThreadsOption = None,
     engine: Annotated[Engine, typer.Option(help="local, or ray: trajectories made by its workers")] = Engine.local,
     workers: Annotated[int | None, typer.Option(min=1, help="of --engine ray (default: one a GPU, or as fit)")] = None,
-    hold_on_notes: Annotated[
-        bool, typer.Option("--hold-on-notes", help="begin nothing while an upload sticks out; a person decides")
-    ] = False,
-    trust: Annotated[
-        list[str] | None, typer.Option(help="a site whose upload is used as it is, whatever sticks out; repeatable")
-    ] = None,
+    hold_on_notes: common.HoldOption = False,
+    trust: common.TrustOption = None,
     json: common.JsonOption = False,
 ) -> None:
     """Fuse the uploads and write one signed reply for each site; the same command again goes on after a kill."""

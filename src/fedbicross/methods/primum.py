@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fedbicross import engine, parts, steps
+from fedbicross import parts, steps
 from fedbicross.context import Context
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method
@@ -42,11 +42,7 @@ class PrimumConfig(PoolConfig):
     invert: Literal["alone", "together"] = Field(
         "alone", description="each network by itself, or all of them by one batch (as FedISCA does)"
     )
-    labels: Literal["own", "contrast", "balanced"] = Field(
-        "own",
-        description="classes of a batch: the client's mix, that of the images that it could tell from other classes "
-        "(none are made from a network that can tell nothing), or all alike",
-    )
+    labels: Literal["own", "balanced"] = Field("own", description="classes of a batch: the client's mix, or all alike")
     teacher: Literal["consensus", "class_weighted", "mean_logits", "mean_probs"] = Field(
         "consensus", description="how the clients are combined into one teacher"
     )
@@ -169,15 +165,15 @@ class Primum(Method[PrimumConfig]):
         )
         counts = self._counts(uploads, ctx)
         weights = parts.teachers.class_weights(counts, config.weights)
-        asked = self._asked_for(counts)
         if config.invert == "alone":
-            able = [i for i in range(len(uploads)) if asked[i].sum() > 0]
-            sources = {uploads[i].client: networks.subset([i]) for i in able}
-            mixes = {uploads[i].client: asked[i] for i in able}
+            sources = {upload.client: networks.subset([i]) for i, upload in enumerate(uploads)}
+            mixes = {upload.client: counts[i] for i, upload in enumerate(uploads)}
         else:
-            sources, mixes = {"everyone": networks}, {"everyone": asked.sum(0)}
+            sources, mixes = {"everyone": networks}, {"everyone": counts.sum(0)}
+        if config.labels == "balanced":
+            mixes = {name: mix * 0 + 1 for name, mix in mixes.items()}
         settings = parts.teachers.inversion_settings(config, ctx.task.image_size)
-        pool = parts.pool.invert_each(sources, mixes, settings, self._batches(len(sources)), config.storage, ctx)
+        pool = parts.pool.invert_each(sources, mixes, settings, self._batches(len(uploads)), config.storage, ctx)
         teacher = steps.trajectory.Teacher(networks, config.temperature, config.teacher, weights.to(ctx.device), "none")
         start = parts.teachers.best_start(uploads, counts, ctx.task.model) if config.start == "uploaded" else None
         student = parts.pool.distil(pool, teacher, config, ctx, start)
@@ -185,7 +181,7 @@ class Primum(Method[PrimumConfig]):
         ctx.record.flops += parts.pool.flops(
             [upload.task.model for upload in uploads],
             pool.images * config.steps,
-            1 if config.invert == "alone" else len(uploads),  # networks that each image is asked of: its own, or all
+            len(uploads) // len(sources),  # networks that each image is asked of: its own, or all
             parts.pool.labelled(config, ctx),
             config.batch * config.steps_distil,
             ctx,
@@ -193,15 +189,9 @@ class Primum(Method[PrimumConfig]):
         reply = Reply(student.state(), {"architecture": ctx.task.model})
         return [reply for _ in uploads]
 
-    def _asked_for(self, counts: Tensor) -> Tensor:
-        """The class mix [N,C] of the images that each network is inverted into; a row of zeros makes none."""
-        if self.config.labels == "contrast":
-            return engine.combine.contrast_counts(counts)
-        return counts if self.config.labels == "own" else counts * 0 + 1
-
-    def _batches(self, sources: int) -> int:
+    def _batches(self, clients: int) -> int:
         """Batches that each network is inverted into, or all of them together."""
-        return max(1, self.config.pool // sources) if self.config.invert == "alone" else self.config.pool
+        return max(1, self.config.pool // clients) if self.config.invert == "alone" else self.config.pool
 
     def _counts(self, uploads: Sequence[Upload], ctx: Context) -> Tensor:
         """n(i,c) as the clients sent them, or what their networks show of them."""

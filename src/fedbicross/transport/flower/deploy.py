@@ -18,8 +18,8 @@ import sysconfig
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,20 @@ import tomli_w
 
 from fedbicross.atomic import write_atomic
 from fedbicross.errors import ConfigError, RunError
-from fedbicross.settings import as_toml
-from fedbicross.transport.federation_file import load_federation
+from fedbicross.messages import file_name
+from fedbicross.settings import as_toml, read_json
+from fedbicross.transport.federation_file import find_client, load_federation
 from fedbicross.transport.flower.certificates import CA, CERTIFICATE, SERVER_KEY, check_dates
 from fedbicross.transport.flower.program import WITH_PARENT, WITH_THREADS
 from fedbicross.transport.flower.settings import (
     LOG,
     SERVER_FILE,
-    SUMMARY,
+    RunOptions,
     ServerSettings,
     SiteSettings,
-    Waiting,
     load_settings,
 )
+from fedbicross.transport.flower.summary import SUMMARY, Summary
 from fedbicross.transport.flower.version import require_flower
 from fedbicross.transport.work import make_private
 
@@ -222,16 +223,21 @@ def register(work: Path, public_key: Path, name: str) -> None:
     call(["flwr", "supernode", "register", str(_existing(public_key)), CONNECTION, "--name", name], _home(work))
 
 
-def run(work: Path, waiting: Waiting, say: Callable[[str], None]) -> dict[str, Any]:
+def run(work: Path, options: RunOptions, say: Callable[[str], None], trust: Collection[str] = ()) -> dict[str, Any]:
     """Start the run, tell what the server notes, and return its summary once the server has written it.
 
     A run that ends without one was lost by Flower, not by us: what came is kept, so it is begun again, a few times.
     """
     federation = load_federation(load_settings(ServerSettings, _existing(work / "server.toml")).federation_file)
+    if options.quorum > len(federation.clients):
+        raise ConfigError("quorum", f"--quorum {options.quorum}: the federation has {len(federation.clients)} sites")
+    for name in trust:
+        find_client(federation, name)
+    options = options.model_copy(update={"trust": ",".join(map(file_name, trust))})
     summary = work / federation.run_id / SUMMARY
     try:
         for left in reversed(range(_LOST_RUNS)):
-            number, state = _run_once(work, waiting, summary, say)
+            number, state = _run_once(work, options, summary, say)
             found = _summary_of(summary, number)
             if found.get("error"):
                 raise RunError("flower_run", f"Flower run {number} ended: {found['error']}")
@@ -245,14 +251,13 @@ def run(work: Path, waiting: Waiting, say: Callable[[str], None]) -> dict[str, A
     raise AssertionError("unreachable")
 
 
-def _run_once(work: Path, waiting: Waiting, summary: Path, say: Callable[[str], None]) -> tuple[str, str]:
+def _run_once(work: Path, options: RunOptions, summary: Path, say: Callable[[str], None]) -> tuple[str, str]:
     """One run of Flower's: its number, and what Flower calls its end."""
     home, log = _home(work), work / LOG
     seen = log.stat().st_size if log.exists() else 0
-    numbers = " ".join(f"{key.replace('_', '-')}={value}" for key, value in waiting.model_dump().items())
     with tempfile.TemporaryDirectory() as folder:
         app = write_app(Path(folder) / "fedbicross-flower")
-        said = ask(["flwr", "run", str(app), CONNECTION, "--run-config", numbers], home)
+        said = ask(["flwr", "run", str(app), CONNECTION, "--run-config", options.run_config()], home)
     number = str(said["run-id"])
     say(f"Flower run {number}")
     try:
@@ -287,10 +292,10 @@ def _follow(work: Path, number: str, summary: Path, seen: int, say: Callable[[st
 def _summary_of(file: Path, number: str) -> dict[str, Any]:
     """What the server wrote at the end of this very run; empty before that."""
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
-    except FileNotFoundError:
+        found = read_json(Summary, file.read_bytes(), str(file))
+    except (FileNotFoundError, RunError):  # damaged: of an earlier run
         return {}
-    return found if str(found["flower_run"]) == number else {}
+    return asdict(found) if str(found.flower_run) == number else {}
 
 
 def status(work: Path, number: str) -> str:

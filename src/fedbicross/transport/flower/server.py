@@ -9,22 +9,28 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
+from fedbicross import pipeline
 from fedbicross.atomic import write_atomic
+from fedbicross.bundle import UPLOAD, read_file
 from fedbicross.bundle.format import canonical_json
 from fedbicross.errors import FedBiCrossError, MethodError, PolicyError, RunError, UploadError
 from fedbicross.messages import file_name
 from fedbicross.transport.files import FederationFile, fuse_uploads, load_federation, verify_upload
 from fedbicross.transport.flower.envelope import bundle_of, content, note_of
 from fedbicross.transport.flower.pending import PendingMessages
-from fedbicross.transport.flower.settings import LOG, SUMMARY, LogFile, Waiting, settings_of_superlink
+from fedbicross.transport.flower.settings import LOG, LogFile, RunOptions, settings_of_superlink
+from fedbicross.transport.flower.summary import SUMMARY, Summary
+from fedbicross.transport.server import FUSION
 
 UPLOADS = "uploads"
+SERVER_WORK = "server"  # where the fusion keeps what it needs to go on
 _REMIND = 3600.0  # seconds without an answer after which a question is asked again; doubles
 _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
     1: "app_not_loaded",
@@ -51,22 +57,6 @@ class Node:
     delivered: bool = False
 
 
-@dataclass
-class Summary:
-    """What happened, by the names of the sites; written to the server's folder."""
-
-    run: str
-    flower_run: int
-    missing: list[str] = field(default_factory=list)  # no upload
-    late: list[str] = field(default_factory=list)  # an upload, but after the fusion had begun
-    delivered: dict[str, str] = field(default_factory=dict)  # what each site did with its reply
-    undelivered: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # codes of what was refused, in order
-    declined: dict[str, str] = field(default_factory=dict)  # sites whose own policy refuses, and its code
-    complete: bool = False
-    error: str = ""  # what ended the run before that
-
-
 class OneShot:
     """One round. ``fuse`` maps the files of the uploads to the reply for each site."""
 
@@ -75,17 +65,18 @@ class OneShot:
         federation: FederationFile,
         folder: Path,
         fuse: Callable[[Mapping[str, Path]], dict[str, bytes]],
-        waiting: Waiting,
+        options: RunOptions,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         patience: float = 10.0,
     ) -> None:
-        self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, waiting, say
-        self.quorum = waiting.quorum or federation.quorum
+        self.federation, self.folder, self.fuse, self.limits, self.say = federation, folder, fuse, options, say
+        self.method, self.quorum = federation.build(), options.quorum or federation.quorum
         self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
+        self.said: dict[str, Mapping[str, Any] | UploadError] = {}  # of each upload, what has to be the same in all
         self.outcome = Summary(federation.run, 0)
         self.began = self.last_news = clock()
 
@@ -161,15 +152,17 @@ class OneShot:
     def _take_upload(self, node: int, message: Message) -> None:
         _check_note(node, message)
         data = bundle_of(message)
-        name = verify_upload(self.federation, data).client
+        upload = verify_upload(self.federation, data)
+        name = upload.client
         site = self.sites[node]
         if site.registered in self.federation.clients and site.registered != name:
             raise UploadError("wrong_node", f"the node registered for {site.registered!r} sent {name!r}'s upload")
         if any(other.name == name for other in self.sites.values() if other is not site):
             raise UploadError("two_nodes", f"node {node} sent {name!r}'s upload, as another node did before")
-        path = self.folder / UPLOADS / f"{file_name(name)}.safetensors"
-        if not path.exists():
+        path = self._path(name)
+        if not path.exists() or (path.read_bytes() != data and name in self._unusable() and not self._begun()):
             write_atomic(path, data)  # on arrival: from here on no crash can lose it
+            self.said[name] = self.method.must_agree(upload)
             self.last_news = self.clock()
             self.say(
                 f"upload from {name}: {len(data):,} bytes ({len(self._uploads())} of {len(self.federation.clients)})"
@@ -223,19 +216,42 @@ class OneShot:
         # Flower drops an answer that comes later than this.
         return Message(question, node, kind, ttl=self.limits.deadline_seconds, group_id="1")
 
+    def _path(self, name: str) -> Path:
+        return self.folder / UPLOADS / f"{file_name(name)}.safetensors"
+
     def _uploads(self) -> dict[str, Path]:
-        paths = {name: self.folder / UPLOADS / f"{file_name(name)}.safetensors" for name in self.federation.clients}
+        paths = {name: self._path(name) for name in self.federation.clients}
         return {name: path for name, path in paths.items() if path.exists()}
 
+    def _unusable(self) -> dict[str, UploadError]:
+        """Uploads that the fusion would refuse: damaged since they came, or unlike most others in what has to agree."""
+        for name, path in self._uploads().items():
+            if name not in self.said:  # of an earlier run
+                try:
+                    upload = verify_upload(self.federation, read_file(path, UPLOAD))
+                    self.said[name] = self.method.must_agree(upload)
+                except UploadError as error:
+                    self.said[name] = error
+        damaged = {name: said for name, said in self.said.items() if isinstance(said, UploadError)}
+        others = {name: said for name, said in self.said.items() if not isinstance(said, UploadError)}
+        return {**damaged, **pipeline.who_differs(others)}
+
+    def _begun(self) -> bool:
+        """Whether a fusion was begun, so that it is settled who takes part."""
+        return (self.folder / SERVER_WORK / FUSION).exists()
+
     def _time_to_fuse(self) -> bool:
+        if self._begun():
+            return True
         uploads, now = self._uploads(), self.clock()
-        here, awaited = len(uploads), set(self.federation.clients) - set(uploads) - set(self.outcome.declined)
+        usable = len(uploads) - len(self._unusable())
+        awaited = set(self.federation.clients) - set(uploads) - set(self.outcome.declined)
         over = now - self.began >= self.limits.deadline_seconds
-        if here < self.quorum:
-            if over or here + len(awaited) < self.quorum:
+        if usable < self.quorum:
+            if over or not awaited or len(uploads) + len(awaited) < self.quorum:
+                hint = "; --quorum goes on with fewer" if usable else ""
                 raise MethodError(
-                    "quorum",
-                    f"{here} uploads came, {self.quorum} are needed; {self._lacking()}; --quorum goes on with fewer",
+                    "quorum", f"{usable} uploads can be used, {self.quorum} are needed; {self._lacking()}{hint}"
                 )
             return False
         return not awaited or over or now - self.last_news >= self.limits.grace_seconds
@@ -258,7 +274,8 @@ class OneShot:
         here = self._uploads()
         names = [name for name in sorted(self.federation.clients) if name not in here]
         declined = [f"{name} ({code})" for name, code in sorted(self.outcome.declined.items()) if name not in here]
-        lists = {"missing": names, "declined": declined}
+        unusable = [f"{name} ({error.code})" for name, error in sorted(self._unusable().items())]
+        lists = {"missing": names, "declined": declined, "cannot be used": unusable}
         return "; ".join(f"{label}: {', '.join(several)}" for label, several in lists.items() if several)
 
     def _time_to_end(self) -> bool:
@@ -274,7 +291,8 @@ class OneShot:
     def _end(self) -> None:
         here, out = self._uploads(), self.outcome
         out.missing = [name for name in sorted(self.federation.clients) if name not in here]
-        out.late = sorted(set(here) - set(self.replies)) if self.replies else []
+        out.unusable = {name: error.code for name, error in self._unusable().items() if name not in self.replies}
+        out.late = sorted(set(here) - set(self.replies) - set(out.unusable)) if self.replies else []
         out.undelivered = sorted(set(self.replies) - set(out.delivered))
         out.complete = bool(self.replies)
         write_atomic(self.folder / SUMMARY, canonical_json(vars(out)).encode())
@@ -309,13 +327,14 @@ def main(grid: Grid, context: Context) -> None:
     log = LogFile(Path(settings.work) / LOG, print)
     key = settings.load_key()
 
-    waiting = Waiting.from_run_config(context.run_config)
-    quorum = waiting.quorum or None
+    options = RunOptions.from_run_config(context.run_config)
+    choices: dict[str, Any] = {"hold_on_notes": options.hold_on_notes, "trust": options.trusted(federation)}
+    choices |= {"quorum": options.quorum or None, "device": settings.device}
 
     def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
-        return fuse_uploads(federation, uploads, folder / "server", key, log, device=settings.device, quorum=quorum)
+        return fuse_uploads(federation, uploads, folder / SERVER_WORK, key, log, **choices)
 
-    shot = OneShot(federation, folder, fuse, waiting, log.say)
+    shot = OneShot(federation, folder, fuse, options, log.say)
     shot.outcome.flower_run = context.run_id
     try:
         shot.run(grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pydantic import Field, field_validator
 
 from fedbicross.bundle import keys
 from fedbicross.errors import ConfigError, printable
+from fedbicross.messages import file_name
 from fedbicross.settings import Settings, parse, read_toml
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 SERVER_FILE = "FEDBICROSS_FLOWER_SERVER"  # environment of the SuperLink: path of the server's settings
 LOG = "flower.log"
-SUMMARY = "flower.json"  # of the last run, in its folder at the server
 
 
 class MachineSettings(Settings):
@@ -73,22 +74,31 @@ class ServerSettings(MachineSettings):
     """``server.toml``: what the SuperLink's environment points at. Runs cannot change it."""
 
 
-class Waiting(Settings):
-    """How long the server waits. Times are generous: hospitals train for hours and restart machines at night."""
+class RunOptions(Settings):
+    """What the operator decides for one run. Times are generous: hospitals train for hours and restart at night."""
 
     deadline_seconds: float = Field(72 * 3600.0, gt=0, description="after this the run ends, whoever is missing")
     grace_seconds: float = Field(
         24 * 3600.0, ge=0, description="once the quorum is there: how long after the last news the rest is waited for"
     )
     quorum: int = Field(0, ge=0, description="fuse with so few uploads; 0: as agreed")
+    hold_on_notes: bool = Field(False, description="begin nothing while an upload sticks out")
+    trust: str = Field("", description="file names of sites whose uploads are used as they are, comma-separated")
     retry_seconds: float = Field(60.0, gt=0, description="pause before a node that failed is asked again; doubles")
     poll_seconds: float = Field(3.0, gt=0, description="pause between two looks for answers")
 
     @classmethod
-    def from_run_config(cls, given: Mapping[str, Any]) -> Waiting:
+    def from_run_config(cls, given: Mapping[str, Any]) -> RunOptions:
         """From `flwr run --run-config 'deadline-seconds=...'`; Flower's names have dashes."""
-        values = {key.replace("-", "_"): value for key, value in given.items() if isinstance(value, int | float)}
-        return parse(cls, values, "run-config")
+        return parse(cls, {key.replace("-", "_"): value for key, value in given.items()}, "run-config")
+
+    def run_config(self) -> str:
+        """For `flwr run --run-config`."""
+        return " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in self.model_dump().items())
+
+    def trusted(self, federation: FederationFile) -> list[str]:
+        """Whose uploads are used as they are."""
+        return [name for name in federation.clients if file_name(name) in self.trust.split(",")]
 
 
 P = TypeVar("P", bound=MachineSettings)

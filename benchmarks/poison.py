@@ -1,12 +1,12 @@
 """One site of five that is careless or hostile, and federations of honest ones: `python -m benchmarks.poison`.
 
 Drawn cells and resnet8, small enough for two cores. `attacks`: what the honest sites' models are worth after each
-attack, by method, with the defence of `parts.defence` and without it; whom it named; how often a back door opens. For
-primum also the personal models on each site's own patients beside training alone, since the gate at the client is
-the last defence. `honest`: federations of very different sites, and what the defence did to them; its limits were
-chosen on these. `fresh`: the same on federations by which nothing was chosen. `hostile`: how many of several hostile
-members are found, on federations by which nothing was chosen either. `doors`: what a back door costs primum's
-student, by the length of the inversions: after few steps their images are hardly more than noise.
+attack, by method, with the defence of `parts.defence` and without it; whom it named; how often a back door opens.
+`personal`: what honest sites end with by primum, beside training alone, where its gate lets an honest student in: the
+gate at the client is the last defence. `honest`: federations of very different sites, and what the defence did to them;
+its limits were chosen on these. `fresh`: the same on federations by which nothing was chosen. `hostile`: how many of
+several hostile members are found, on federations by which nothing was chosen either. `doors`: what a back door costs
+primum's student, by the length of the inversions: after few steps their images are hardly more than noise.
 
 `--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods`, `--attacks`,
 `--door-seeds` and `--door-steps` make these rows anew and leave the others in the file.
@@ -51,6 +51,12 @@ SMALLER: dict[str, Any] = {  # twenty federations in minutes
     "training": {"recipe": "modern", "epochs": 10, "batch_size": 32, "select": "best"},
 }
 ATTACKED: dict[str, Any] = {"clients": 5, "partition": {"kind": "dirichlet", "alpha": 0.5}, "seeds": [0]}
+# Where the gate lets an honest student in: sites large enough to prove a gain, on validation images that chose nothing.
+GATED: dict[str, Any] = {
+    **ATTACKED,
+    "data": {"name": "cells", "train_size": 3000, "test_size": 1000},
+    "training": {"recipe": "modern", "epochs": 12, "batch_size": 32, "validation": 0.2},
+}
 ATTACKER = 1  # of the clients in the order of their names
 TARGET = 0  # the class that a back door opens to
 PATCH = 4  # pixels per side of its trigger
@@ -102,13 +108,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epochs_personal": 4,
     },
 }
-SHORT = {"pool": 10, "batch": 32, "steps": 40, "lr_synthesis": 0.1, "steps_distil": 300}  # of primum, for back doors
-DEFAULT_STEPS = {**SETTINGS["primum"], "steps": PrimumConfig().steps}
-DOORS: tuple[tuple[dict[str, Any], range], ...] = (  # lengths of inversion, and the seeds of each
-    (SHORT, range(3)),
-    (SETTINGS["primum"], range(6)),
-    (DEFAULT_STEPS, range(6)),
-)
+DOOR_STEPS = (40, SETTINGS["primum"]["steps"], PrimumConfig().steps)  # lengths of inversion, and nothing else
+DOOR_SEEDS = range(6)
 LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum")  # both trainings, with class counts and without
 METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
 
@@ -258,15 +259,21 @@ def opened(predictor: Predictor, marked: np.ndarray) -> float:
     return float((predictor.probabilities(marked).argmax(1) == TARGET).mean())
 
 
-def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
-    """The honest sites' models after an attack: accuracy on all test images, and how often the back door opens."""
-    method = create(spec if defended else f"{spec}:trusting", SETTINGS)
+def sent(name: str, method: Method[Any], fed: Federation) -> list[Upload]:
+    """Everybody's uploads."""
     uploads = [method.upload(client, fed.ctx) for client in fed.clients]
-    bad = fed.clients[ATTACKER].name
     if name not in ("honest", "left out"):
         uploads[ATTACKER] = attack(name, method, fed.clients[ATTACKER], fed.ctx)
     elif name == "left out":
         del uploads[ATTACKER]
+    return uploads
+
+
+def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
+    """The honest sites' models after an attack: accuracy on all test images, and how often the back door opens."""
+    method = create(spec if defended else f"{spec}:trusting", SETTINGS)
+    uploads = sent(name, method, fed)
+    bad = fed.clients[ATTACKER].name
     refused = ""
     try:
         pipeline.check_upload(method, next((u for u in uploads if u.client == bad), uploads[0]), fed.ctx.task)
@@ -282,15 +289,9 @@ def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusi
     row["notes"] = [
         {"attacker": note.client == bad, "what": note.what, "left_out": note.left_out} for note in seen.notes
     ]
-    if spec == "primum":
+    if spec == "primum":  # its student: personal models are another part
         student = create("primum:student", SETTINGS)
         models = [student.personalize(honest[0], by_client[honest[0].name], fed.ctx)]
-        personal = {client.name: method.personalize(client, by_client[client.name], fed.ctx) for client in honest}
-        alone = {client.name: local.own_model(client, fed.ctx, "both") for client in honest}
-        row["personal"], row["alone"] = matched(personal, fed), matched(alone, fed)
-        row["personal_opened"], row["alone_opened"] = (
-            float(np.mean([opened(model, marked) for model in one.values()])) for one in (personal, alone)
-        )
     else:
         models = [method.personalize(client, by_client[client.name], fed.ctx) for client in asked]
     row["accuracy"] = float(np.mean([accuracy(model, fed.test_images, fed.test_labels) for model in models]))
@@ -298,14 +299,27 @@ def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusi
     return row
 
 
-def matched(models: Mapping[str, Predictor], fed: Federation) -> float:
-    """Accuracy of each site's model on its own test images, the mean over sites that have any."""
-    found = []
-    for number, client in enumerate(fed.clients):
-        own = fed.owner == number
-        if client.name in models and own.any():
-            found.append(accuracy(models[client.name], fed.test_images[own], fed.test_labels[own]))
-    return float(np.mean(found))
+def personal(name: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
+    """Models that honest sites end with by primum after an attack, on their own test images, and marked ones."""
+    method = create("primum" if defended else "primum:trusting", SETTINGS)
+    uploads = sent(name, method, fed)
+    seen = pipeline.look_at(method, uploads, fed.ctx)
+    replies = seen.replies_to(uploads, fusions.fuse(method, "primum", seen.uploads))
+    by_client = dict(zip([upload.client for upload in uploads], replies, strict=True))
+    honest = [client for place, client in enumerate(fed.clients) if place != ATTACKER]
+    marked = with_trigger(fed.test_images[fed.test_labels != TARGET])
+    row: dict[str, Any] = {"attack": name, "defended": defended, "sites": []}
+    for client in honest:
+        models = method.personalize(client, by_client[client.name], fed.ctx), local.own_model(client, fed.ctx, "both")
+        own = fed.owner == fed.clients.index(client)
+        said = [model.probabilities(fed.test_images[own]) for model in models]
+        site: dict[str, Any] = {"site": client.name, "images": int(own.sum())}
+        site["let_in"] = not np.array_equal(*said)
+        for whose, model, answers in zip(("personal", "alone"), models, said, strict=True):
+            site[whose] = float((answers.argmax(1) == fed.test_labels[own]).mean()) if own.any() else None
+            site[f"{whose}_opened"] = opened(model, marked)
+        row["sites"].append(site)
+    return row
 
 
 def looked_at(partition: str, settings: Mapping[str, Any], store: Any) -> dict[str, Any]:
@@ -372,10 +386,21 @@ def attacks(methods: Sequence[str], names: Sequence[str], store: Any) -> list[di
     return rows
 
 
-def doors(seed: int, settings: Mapping[str, Any], store: Any) -> list[dict[str, Any]]:
+def personal_models(names: Sequence[str], store: Any) -> list[dict[str, Any]]:
+    """A row for each attack, with and without the defence."""
+    fed = federation(GATED, store)
+    fusions, rows = Fusions(fed), []
+    for name in names:
+        for defended in (False, True):
+            rows.append(personal(name, fed, defended, fusions))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def doors(seed: int, length: int, store: Any) -> list[dict[str, Any]]:
     """primum's student with a back door among the uploads, without that site, and with that site honest."""
     fed = federation({**ATTACKED, "seeds": [seed]}, store)
-    method = create("primum:student", {"primum": settings})
+    method = create("primum:student", {"primum": {**SETTINGS["primum"], "steps": length}})
     marked, rows = with_trigger(fed.test_images[fed.test_labels != TARGET]), []
     for name in ("honest", "left out", "back door"):
         uploads = [method.upload(client, fed.ctx) for client in fed.clients]
@@ -386,21 +411,21 @@ def doors(seed: int, settings: Mapping[str, Any], store: Any) -> list[dict[str, 
         ctx = replace(fed.ctx, scope=f"doors/{name.replace(' ', '-')}", store=MemoryStore())
         model = method.personalize(fed.clients[0], method.fuse(uploads, ctx)[0], ctx)
         told = {"accuracy": accuracy(model, fed.test_images, fed.test_labels), "opened": opened(model, marked)}
-        rows.append({"seed": seed, "steps": settings["steps"], "upload": name, **told})
+        rows.append({"seed": seed, "steps": length, "upload": name, **told})
         print(rows[-1], flush=True)
     return rows
 
 
 def main() -> None:
-    parts = ("attacks", "honest", "fresh", "hostile", "doors")
+    parts = ("attacks", "personal", "honest", "fresh", "hostile", "doors")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.poison", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks" / "poison.json")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--attacks", nargs="+", default=ATTACKS)
-    parser.add_argument("--door-seeds", nargs="+", type=int, default=range(6))
-    parser.add_argument("--door-steps", nargs="+", type=int, default=[way["steps"] for way, _ in DOORS])
+    parser.add_argument("--door-seeds", nargs="+", type=int, default=DOOR_SEEDS)
+    parser.add_argument("--door-steps", nargs="+", type=int, default=DOOR_STEPS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
@@ -410,6 +435,8 @@ def main() -> None:
             made = {(row["method"], row["attack"], row["defended"]): row for row in rows}
             order = {name: place for place, name in enumerate((*METHODS, *ATTACKS))}
             found["attacks"] = sorted(made.values(), key=lambda row: (order[row["method"]], order[row["attack"]]))
+        if "personal" in given.parts:
+            found["personal"] = personal_models(given.attacks, cache.store)
         for part, federations in (("honest", HONEST), ("fresh", FRESH)):
             if part in given.parts:
                 every = [(name, settings) for name, several in federations.items() for settings in several]
@@ -422,12 +449,12 @@ def main() -> None:
                     found["hostile"] += hostile(name, settings, counts, cache.store)
                     print(found["hostile"][-1], flush=True)
         if "doors" in given.parts:
-            ways = [(way, seeds) for way, seeds in DOORS if way["steps"] in given.door_steps]
-            cases = [(seed, way) for way, seeds in ways for seed in seeds if seed in given.door_seeds]
+            cases = [(seed, length) for length in given.door_steps for seed in given.door_seeds]
             rows = [*found.get("doors", []), *(row for case in cases for row in doors(*case, cache.store))]
             kept = {(row["steps"], row["seed"], row["upload"]): row for row in rows}
             found["doors"] = sorted(kept.values(), key=lambda row: (row["steps"], row["seed"]))
-    out = {**found, "config": {**COMMON, **ATTACKED}, "smaller": SMALLER, "settings": SETTINGS}
+    out = {**found, "config": {**COMMON, **ATTACKED}, "gated": {**COMMON, **GATED}, "smaller": SMALLER}
+    out |= {"settings": SETTINGS}
     given.out.write_text(json.dumps({**out, "versions": versions("cpu")}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -81,22 +81,23 @@ def test_personal_models_are_measured_on_each_honest_sites_own_images(
     fed: poison.Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(poison, "SETTINGS", {"primum": TINY_METHODS["primum"]})
-    row = poison.outcome("logits x100", "primum", fed, True, poison.Fusions(fed))
+    row = poison.personal("logits x100", fed, True, poison.Fusions(fed))
     method = create("primum", poison.SETTINGS)
     uploads = [method.upload(client, fed.ctx) for client in fed.clients]
     uploads[poison.ATTACKER] = poison.attack("logits x100", method, fed.clients[poison.ATTACKER], fed.ctx)
     replies = pipeline.fuse(method, uploads, replace(fed.ctx, store=MemoryStore()), "again")
-    found, marked = [], poison.with_trigger(fed.test_images[fed.test_labels != poison.TARGET])
-    for number, client in enumerate(fed.clients):
-        own = fed.owner == number
-        if number == poison.ATTACKER or not own.any():
-            continue
+    marked = poison.with_trigger(fed.test_images[fed.test_labels != poison.TARGET])
+    honest = [number for number in range(len(fed.clients)) if number != poison.ATTACKER]
+    for number, site in zip(honest, row["sites"], strict=True):
+        client, own = fed.clients[number], fed.owner == number
         models = method.personalize(client, replies[number], fed.ctx), local.own_model(client, fed.ctx, "both")
-        right = [m.probabilities(fed.test_images[own]).argmax(1) == fed.test_labels[own] for m in models]
-        doors = [m.probabilities(marked).argmax(1) == poison.TARGET for m in models]
-        found.append([np.mean(hits) for hits in (*right, *doors)])
-    named = [row[name] for name in ("personal", "alone", "personal_opened", "alone_opened")]
-    assert named == pytest.approx(np.mean(found, 0))
+        said = [m.probabilities(fed.test_images[own]) for m in models]
+        doors = [np.mean(m.probabilities(marked).argmax(1) == poison.TARGET) for m in models]
+        assert [site["personal_opened"], site["alone_opened"]] == pytest.approx(doors) and site["images"] == own.sum()
+        if own.any():
+            right = [np.mean(answers.argmax(1) == fed.test_labels[own]) for answers in said]
+            assert [site["personal"], site["alone"]] == pytest.approx(right)
+            assert site["let_in"] == bool((said[0] != said[1]).any())
 
 
 def test_members_that_attack_are_counted_apart_from_honest_ones() -> None:

@@ -5,7 +5,7 @@ same client networks are scored alone, as cluster teachers F_k and as cluster mo
 then stage 3 is made in several ways from the cluster models of the default. Told is the accuracy on each client's
 share of the test images (matched) and on all of them (global), mean over clients. Cells that are stored are kept.
 With `--develop` a fifth of the *training* images takes the place of the test images, and only the rates of stage 3 are
-compared: the default was chosen by that.
+compared: the default was confirmed by that.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def primum_default_length(_: str, page: Path, root: Path) -> str:
         federations.setdefault(status.cell.federation, {})[status.cell.method] = status
     shown, lines = [], []
     for cells in federations.values():
-        if not {"primum", "primum:student", "ensemble:consensus"} <= set(cells):
+        needed = {"primum", "primum:student", "ensemble:consensus"}
+        if not needed <= set(cells) or not set(cells["primum"].cell.alone) <= set(cells):
             continue
         shown += cells.values()
         rows, cell = {method: _row(status) for method, status in cells.items()}, cells["primum"].cell

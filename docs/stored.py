@@ -17,13 +17,17 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "methods on the plain and the fast path",
         "`python -m benchmarks.accuracy --set data.dir=DIR`",
     ),
+    "benchmarks/fedbicross-rates.json": (
+        "rates of FedBiCross's stage 3, on training images held back",
+        "`python -m benchmarks.fedbicross_stages --data-dir DIR --develop`",
+    ),
     "benchmarks/fedbicross-stages.json": (
         "FedBiCross taken apart, stage by stage",
         "`python -m benchmarks.fedbicross_stages --data-dir DIR`",
     ),
     "benchmarks/fedisca-student.json": (
         "FedISCA's student after every trajectory, with one thing changed at a time",
-        "`python -m benchmarks.fedisca_student --data-dir DIR`; three of its six cells so far, not every way in each",
+        "`python -m benchmarks.fedisca_student --data-dir DIR`; three of its six cells, not every way in each",
     ),
     "benchmarks/falcon-teachers.json": (
         "FALCON's teachers on the uploaded sequences, and their students",

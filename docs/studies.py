@@ -24,9 +24,9 @@ def _each(values: Sequence[float]) -> str:
     return " / ".join(f"{100 * value:.1f}" for value in values)
 
 
-def fedbicross_stages(_: str, page: Path, root: Path) -> str:
-    """FedBiCross taken apart, by `benchmarks.fedbicross_stages`."""
-    file = root / "results" / "benchmarks" / "fedbicross-stages.json"
+def fedbicross_stages(what: str, page: Path, root: Path) -> str:
+    """FedBiCross taken apart by `benchmarks.fedbicross_stages`; ``rates``: on held-back training images."""
+    file = root / "results" / "benchmarks" / f"fedbicross-{what or 'stages'}.json"
     found = json.loads(file.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = found["rows"]
     alphas = sorted({row["alpha"] for row in rows}, reverse=True)

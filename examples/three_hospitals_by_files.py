@@ -32,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder:
         image_size=cells.image_size,
         model="resnet8",
         method="fedbicross:k2",
-        settings={"steps": 10, "batch": 16, "probes": 16, "epochs_personal": 2, "lr_personal": 0.01},  # a rehearsal
+        settings={"steps": 10, "batch": 16, "probes": 16, "epochs_personal": 2},  # a rehearsal
         training={"recipe": "modern", "epochs": 2, "batch_size": 32},
         server=keys.public_text(own_key["server"]),
         clients={name: keys.public_text(own_key[name]) for name in names},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from fedbicross.bench import charts, page, publish, table
 from fedbicross.errors import ConfigError, RunError
-from fedbicross.report.text import stat
+from fedbicross.report.text import duration, stat
 from small import refuses
 
 
@@ -85,6 +86,16 @@ def test_every_chart_is_drawn(smoke: Path) -> None:
     assert charts.client_strips(groups[0], "label").count("dot ") >= 4
     assert charts.when_it_pays([]) == charts.gains_by_skew([], colour, "") == charts.gains_by_size([], colour, "") == ""
     assert charts.accuracy_against([], "bytes", colour, "") == ""
+
+
+def test_seconds_are_marked_at_whole_minutes_and_hours() -> None:
+    def shown(low: float, high: float) -> list[str]:
+        marks = charts._time_ticks(math.log10(low), math.log10(high))
+        return [charts.WHOLE.sub("", duration(value)) for value in marks]
+
+    assert shown(1, 30) == ["1 s", "2 s", "5 s", "10 s", "20 s"]
+    assert shown(50, 7000) == ["60 s", "2 min", "5 min", "10 min", "20 min", "60 min"]
+    assert len(shown(0.01, 300_000)) <= 6
 
 
 def test_only_methods_with_all_federations_of_a_field_count(smoke: Path) -> None:

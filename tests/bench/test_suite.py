@@ -88,6 +88,12 @@ def test_a_sweep_that_repeats_a_cell() -> None:
     sweeps = [VALUES["sweep"][0], {**VALUES["sweep"][0], "name": "two", "seeds": [0, 1]}]
     cells = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": sweeps}))
     assert [c.sweep for c in cells] == ["one"] * 3 + ["two"] * 3
+    assert not any(c.ablation for c in cells)
+    for first, second in ((True, False), (False, True), (True, True)):  # a method anywhere is one everywhere
+        both = [{**sweep, "ablation": kind} for sweep, kind in zip(sweeps, (first, second), strict=True)]
+        again = suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": both}))
+        shared = [c for c in again if c.seed == 0 and c.method == "fedisca"]
+        assert [c.ablation for c in shared] == [first and second]
     other = {**VALUES["sweep"][0], "name": "two", "method": {"fedisca": {"steps": 2}}}
     with refuses(ConfigError, "same_cell", "different ways"):
         suite.expand("small", parse(suite.Suite, {**VALUES, "sweep": [VALUES["sweep"][0], other]}))

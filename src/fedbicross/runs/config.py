@@ -81,7 +81,7 @@ class RunConfig(Settings):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, else fp32")
     deterministic: bool = Field(
-        False, description="plain path and reproducible convolutions on a GPU too: slower, so that two runs agree"
+        False, description="plain path and reproducible convolutions on a GPU too: slower, and nearer to the same twice"
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none: torch's choice")
     quick: bool = Field(False, description="small settings were asked for")

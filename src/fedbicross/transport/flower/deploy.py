@@ -49,7 +49,7 @@ CONNECTION = "fedbicross"  # the name of our SuperLink in Flower's configuration
 DATABASE = "state.db"  # of the SuperLink, in its home
 _QUICK = 256 << 20  # bytes that a disk writes in a moment
 _LOST_RUNS = 3  # how often a run that Flower itself lost is begun again by one command
-_OWN_PORTS = range(10_000, 32_768)  # below those that Linux, macOS and Windows give to whoever asks for any
+_OWN_PORTS = range(10_000, 32_768)  # by default below those that Linux, macOS and Windows give to who asks for any
 _PATIENCE = 600.0  # seconds for which a SuperLink that does not answer is asked again
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -339,7 +339,7 @@ def environment(home: Path, given: Mapping[str, str] | None = None) -> dict[str,
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses, and that the system gives to nobody who asks for any port.
+    """A port of this machine that nobody uses, and that the system by default gives to nobody who asks for any port.
 
     One of those may be gone between this look and the start of the program that it is for.
     """

@@ -2,11 +2,11 @@
 
 Drawn cells and resnet8, small enough for two cores. `attacks`: what the honest sites' models are worth after each
 attack, by method, with the defence of `parts.defence` and without it; whom it named; how often a back door opens.
-`personal`: what honest sites end with by primum, beside training alone, where its gate lets an honest student in: the
-gate at the client is the last defence. `honest`: federations of very different sites, and what the defence did to them;
-its limits were chosen on these. `fresh`: the same on federations by which nothing was chosen. `hostile`: how many of
-several hostile members are found, on federations by which nothing was chosen either. `doors`: what a back door costs
-primum's student, by the length of the inversions: after few steps their images are hardly more than noise.
+`personal`: what honest sites end with by primum, and by its gate before a better shared model, beside training alone,
+where the gate lets an honest model in: it is the last defence. `honest`: federations of very different sites, and what
+the defence did to them; its limits were chosen on these. `fresh`: the same on federations by which nothing was chosen.
+`hostile`: how many of several hostile members are found, on federations by which nothing was chosen either. `doors`:
+what a back door costs primum's student, by the length of the inversions.
 
 `--cache DIR` keeps the clients' networks, so that a second run trains none; `--parts`, `--methods`, `--attacks`,
 `--door-seeds` and `--door-steps` make these rows anew and leave the others in the file.
@@ -20,6 +20,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods import create
 from fedbicross.methods.base import Method
 from fedbicross.methods.primum import PrimumConfig
-from fedbicross.parts import local
 from fedbicross.runs import runner
 from fedbicross.runs.config import load_config
 from fedbicross.runs.environment import versions
@@ -108,9 +108,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epochs_personal": 4,
     },
 }
-DOOR_STEPS = (40, SETTINGS["primum"]["steps"], PrimumConfig().steps)  # lengths of inversion, and nothing else
+DOOR_STEPS = (SETTINGS["primum"]["steps"], PrimumConfig().steps)  # lengths of inversion
 DOOR_SEEDS = range(6)
 LOOKED_AT = ("fedavg", "ensemble:class_weighted", "primum")  # both trainings, with class counts and without
+BEHIND_A_GATE = ("ensemble:consensus:personal", "primum")
 METHODS = ("fedavg", "ensemble", "ensemble:class_weighted", "fedbicross:k2", "primum")
 
 
@@ -299,18 +300,19 @@ def outcome(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusi
     return row
 
 
-def personal(name: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
-    """Models that honest sites end with by primum after an attack, on their own test images, and marked ones."""
-    method = create("primum" if defended else "primum:trusting", SETTINGS)
+def personal(name: str, spec: str, fed: Federation, defended: bool, fusions: Fusions) -> dict[str, Any]:
+    """Models that honest sites end with behind the gate, on their own test images, and marked ones."""
+    method = create(spec if defended else f"{spec}:trusting", SETTINGS)
     uploads = sent(name, method, fed)
     seen = pipeline.look_at(method, uploads, fed.ctx)
-    replies = seen.replies_to(uploads, fusions.fuse(method, "primum", seen.uploads))
+    replies = seen.replies_to(uploads, fusions.fuse(method, spec, seen.uploads))
     by_client = dict(zip([upload.client for upload in uploads], replies, strict=True))
     honest = [client for place, client in enumerate(fed.clients) if place != ATTACKER]
     marked = with_trigger(fed.test_images[fed.test_labels != TARGET])
-    row: dict[str, Any] = {"attack": name, "defended": defended, "sites": []}
+    row: dict[str, Any] = {"attack": name, "method": spec, "defended": defended, "sites": []}
     for client in honest:
-        models = method.personalize(client, by_client[client.name], fed.ctx), local.own_model(client, fed.ctx, "both")
+        ours = pipeline.personalize(method, client, by_client[client.name], fed.ctx, f"{spec}/{client.name}")
+        models = ours, method.alone(client, fed.ctx)
         own = fed.owner == fed.clients.index(client)
         said = [model.probabilities(fed.test_images[own]) for model in models]
         site: dict[str, Any] = {"site": client.name, "images": int(own.sum())}
@@ -390,10 +392,9 @@ def personal_models(names: Sequence[str], store: Any) -> list[dict[str, Any]]:
     """A row for each attack, with and without the defence."""
     fed = federation(GATED, store)
     fusions, rows = Fusions(fed), []
-    for name in names:
-        for defended in (False, True):
-            rows.append(personal(name, fed, defended, fusions))
-            print(rows[-1], flush=True)
+    for spec, name, defended in product(BEHIND_A_GATE, names, (False, True)):
+        rows.append(personal(name, spec, fed, defended, fusions))
+        print(rows[-1], flush=True)
     return rows
 
 

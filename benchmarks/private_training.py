@@ -42,6 +42,7 @@ from fedbicross.data.dataset import Dataset
 from fedbicross.data.partition import make_partition
 from fedbicross.engine import private
 from fedbicross.engine.recipe import PrivateTraining, Training
+from fedbicross.errors import MethodError
 from fedbicross.evaluate import protocols
 from fedbicross.federation import simulate
 from fedbicross.messages import Client, Predictor
@@ -235,7 +236,11 @@ def on_features(job: tuple[str, str, int], plan: Plan, folder: Path) -> list[dic
         own = {}
         for client in clients:
             place = replace(ctx, scope=f"alone-{client.name}-{epsilon:g}")
-            own |= simulate(method("analytic", epsilon), [client], place)
+            try:
+                own |= simulate(method("analytic", epsilon), [client], place)
+            except MethodError as error:
+                if error.code != "no_images":  # too few of any class to be told from the noise: it has no such model
+                    raise
         found.append((epsilon, NOISY, own))
         for label in ("analytic", "analytic:personal"):
             place = replace(ctx, scope=f"{label.replace(':', '-')}-{epsilon:g}")
@@ -265,7 +270,9 @@ def scored(
     for epsilon, model, predictors in found:
         answers = dict[int, np.ndarray]()
         for client in clients:
-            predictor = predictors[client.name]
+            predictor = predictors.get(client.name)
+            if predictor is None:
+                continue
             if id(predictor) not in answers:
                 answers[id(predictor)] = predictor.probabilities(data.test.images, device, store=store)
             said = answers[id(predictor)]
@@ -350,6 +357,8 @@ def main() -> None:
         grid = tuple({"epochs": 1, "batch_size": 16, "lr": lr} for lr in (0.1, 0.3))
     sizes = {"drawn": given.quick, "images": given.images, "tests": given.tests}
     plan = Plan(given.data_dir, given.device, given.model, given.epochs, tuple(given.epsilons), grid, **sizes)
+    out = given.out or RESULTS / ("dp-sgd.json" if given.features is None else "dp-features.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
     stored: dict[str, Any] = {"schema": 1, "delta": DELTA, "versions": versions(given.device), **sizes}
     with processes(given.jobs) as each:
         if given.features is None:
@@ -371,10 +380,8 @@ def main() -> None:
             rows += [row for cell in each(work, cells) for row in cell]
             took = time.monotonic() - before
             print(f"seed {seed}: {took:.0f} s", flush=True)
-    stored |= {"rows": rows, "summary": summary(rows), "seconds": round(time.monotonic() - began)}
-    out = given.out or RESULTS / ("dp-sgd.json" if given.features is None else "dp-features.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(stored, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+            stored |= {"rows": rows, "summary": summary(rows), "seconds": round(time.monotonic() - began)}
+            out.write_text(json.dumps(stored, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     show(rows)
     print(f"{out.name}: {stored['seconds']} s")
 

@@ -12,7 +12,6 @@ from fedbicross import pipeline
 from fedbicross.context import MemoryStore
 from fedbicross.messages import Upload
 from fedbicross.methods import create
-from fedbicross.parts import local
 from small import TINY_METHODS, tiny_clients, tiny_context
 
 TINY: dict[str, Any] = {
@@ -77,12 +76,13 @@ def test_what_an_attack_does_and_what_the_defence_makes_of_it(fed: poison.Federa
     assert found[3] == ((fed.test_labels == poison.TARGET).mean(), 1)
 
 
+@pytest.mark.parametrize("spec", poison.BEHIND_A_GATE)
 def test_personal_models_are_measured_on_each_honest_sites_own_images(
-    fed: poison.Federation, monkeypatch: pytest.MonkeyPatch
+    spec: str, fed: poison.Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(poison, "SETTINGS", {"primum": TINY_METHODS["primum"]})
-    row = poison.personal("logits x100", fed, True, poison.Fusions(fed))
-    method = create("primum", poison.SETTINGS)
+    row = poison.personal("logits x100", spec, fed, True, poison.Fusions(fed))
+    method = create(spec, poison.SETTINGS)
     uploads = [method.upload(client, fed.ctx) for client in fed.clients]
     uploads[poison.ATTACKER] = poison.attack("logits x100", method, fed.clients[poison.ATTACKER], fed.ctx)
     replies = pipeline.fuse(method, uploads, replace(fed.ctx, store=MemoryStore()), "again")
@@ -90,7 +90,8 @@ def test_personal_models_are_measured_on_each_honest_sites_own_images(
     honest = [number for number in range(len(fed.clients)) if number != poison.ATTACKER]
     for number, site in zip(honest, row["sites"], strict=True):
         client, own = fed.clients[number], fed.owner == number
-        models = method.personalize(client, replies[number], fed.ctx), local.own_model(client, fed.ctx, "both")
+        ours = pipeline.personalize(method, client, replies[number], fed.ctx, f"again/{number}")
+        models = ours, method.alone(client, fed.ctx)
         said = [m.probabilities(fed.test_images[own]) for m in models]
         doors = [np.mean(m.probabilities(marked).argmax(1) == poison.TARGET) for m in models]
         assert [site["personal_opened"], site["alone_opened"]] == pytest.approx(doors) and site["images"] == own.sum()

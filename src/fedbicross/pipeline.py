@@ -19,6 +19,7 @@ from fedbicross.bundle import validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Task
 from fedbicross.errors import FedBiCrossError, MethodError, UploadError
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, check_needs, check_private_training, mixed_models_problem
 from fedbicross.parts.defence import Seen
@@ -35,14 +36,14 @@ def make_upload(method: Method[Any], client: Client, ctx: Context, name: str, pr
 def check_upload(method: Method[Any], upload: Upload, task: Task) -> None:
     """The door: refuse an upload that is of another task, lacks what the method needs, or makes no sense for it.
 
-    Whatever a check stumbles over is this upload's: it must not stop the others.
+    Whatever a check stumbles over is this upload's, and must not stop the others, unless the machine is at fault.
     """
     try:
         _check_upload(method, upload, task)
-    except FedBiCrossError:
+    except (FedBiCrossError, MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        problem = f"upload of {upload.client[:64]!r}: no check foresaw it ({type(error).__name__}: {error})"
+        problem = f"{upload.client[:64]!r} sent what no check foresaw ({type(error).__name__}: {error})"
         raise UploadError("unexpected", problem) from error
 
 

@@ -19,6 +19,8 @@ from fedbicross.context import Context
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.messages import Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
+from fedbicross.parts import moments
+from fedbicross.steps import sufficient_statistics
 from fedbicross.transport import files
 from fedbicross.transport.server import FUSION
 from small import TINY_METHODS, refuses
@@ -160,7 +162,7 @@ def test_where_nobody_has_more_than_half_behind_him_nothing_is_begun(made: Any, 
     assert len(sites.fuse(better, tmp_path)) == 2, "the same folder"
 
 
-FAILURES = [UploadError("diverged", "no"), MethodError("diverged", "no"), RuntimeError("no"), KeyError("no")]
+FAILURES = [UploadError("diverged", "no"), MethodError("diverged", "no"), ZeroDivisionError("no"), KeyError("no")]
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=repr)
@@ -189,21 +191,54 @@ def test_a_fusion_that_fails_binds_nobody(
     audit.verify(tmp_path / files.AUDIT)
 
 
-def test_a_full_gpu_is_nobodys_fault(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_made_before_a_fusion_failed_are_not_handed_out(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped between two replies, failed when it went on, and was begun again without one upload."""
     sites, honest = made("fedavg")
-    fuse, full = FedAvg.fuse, [True]
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    before = sites.fuse(sent, tmp_path)
+    for name in (BAD, "client-2"):
+        (tmp_path / "replies" / f"{name}.safetensors").unlink()
+    with monkeypatch.context() as patched, pytest.raises(MethodError):
+        patched.setattr(FedAvg, "fuse", lambda self, uploads, ctx: 1 / 0)
+        sites.fuse(sent, tmp_path)
+    del sent[BAD]
+    after = sites.fuse(sent, tmp_path)
+    assert sorted(after) == ["client-1", "client-2"] and after["client-1"] != before["client-1"]
 
-    def one_failure(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
-        if full.pop() if full else False:
-            raise torch.OutOfMemoryError("full")
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("can't allocate memory")], ids=repr)
+def test_what_may_be_the_machines_fault_takes_no_work_away(
+    error: Exception, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, honest = made("fedavg")
+    fuse, errors = FedAvg.fuse, [error]
+
+    def failing_once(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        if errors:
+            raise errors.pop()
         return fuse(self, uploads, ctx)
 
-    monkeypatch.setattr(FedAvg, "fuse", one_failure)
+    monkeypatch.setattr(FedAvg, "fuse", failing_once)
     sent = {name: signed(sites, upload) for name, upload in honest.items()}
-    with pytest.raises(RunError, match="out of GPU memory"):
+    with pytest.raises(RunError, match=r"out of GPU memory|the same command goes on"):
         sites.fuse(sent, tmp_path)
-    assert (tmp_path / FUSION).exists(), "the same command goes on with the same files"
+    assert (tmp_path / FUSION).exists()
     assert len(sites.fuse(sent, tmp_path)) == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError("no space"), torch.OutOfMemoryError("full")], ids=repr)
+def test_no_site_is_refused_for_what_the_machine_lacks(
+    error: Exception, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: FedAvg, upload: Upload) -> None:
+        raise error
+
+    sites, honest = made("fedavg")
+    monkeypatch.setattr(FedAvg, "check_upload", failing)
+    with pytest.raises(type(error)):
+        files.verify_upload(sites.federation, signed(sites, honest[BAD]))
 
 
 def test_what_a_check_stumbles_over_is_refused_by_name(
@@ -283,6 +318,26 @@ def test_a_site_of_so_many_images_counts_for_less_and_breaks_nothing(spec: str, 
     pipeline.check_upload(method, limited, ctx.task)
     replies = sites.fuse({upload.client: signed(sites, upload) for upload in sent}, tmp_path)
     assert sorted(replies) == sorted(honest)
+
+
+def test_a_small_number_beside_large_counts_hides_nothing(made: Any) -> None:
+    sites, honest = made("fedcgs")
+    sent = [five_thousand_times(u) if name == BAD else u for name, u in honest.items()]
+    hidden = [replace(u, num_samples=1) if u.client == BAD else u for u in sent]
+    method, ctx = sites.federation.build(), sites.simulation()
+    assert pipeline.look_at(method, hidden, ctx).notes == pipeline.look_at(method, sent, ctx).notes != ()
+
+
+def test_sums_that_only_just_are_none_cannot_end_the_fusion(made: Any) -> None:
+    """Scatter with a negative eigenvalue so small that it once passed, and made the sum of all singular."""
+    sites, honest = made("fedcgs")
+    method, ctx, upload = sites.federation.build(), sites.simulation(), honest[BAD]
+    width = upload.tensors["class_sums"].shape[1]
+    shift = 3e-7 * torch.eye(width, dtype=torch.float64) * moments.statistics(upload).gram.diagonal().max()
+    gram = upload.tensors["gram"] - sufficient_statistics.pack_triangle(shift)
+    pipeline.check_upload(method, upload, ctx.task)
+    with refuses(UploadError, "bad_statistics"):
+        pipeline.check_upload(method, changed(upload, gram=gram), ctx.task)
 
 
 def test_a_fusion_can_be_held_until_a_person_has_looked(made: Any, tmp_path: Path) -> None:

@@ -376,9 +376,29 @@ def test_uploads_that_differ_wait_for_a_third_and_a_mended_one_is_taken(on_featu
     with refuses(MethodError, "quorum", "missing: client-2; cannot be used: client-0 .*, client-1 "):
         play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), deadline_seconds=50.0)
     assert play.last.fused == [] and not (tmp_path / "server").exists()  # type: ignore[attr-defined]
-    nodes = [Node([sends(honest[name])], [confirms]) for name in ("client-0", "client-1")]
-    done = play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), grace_seconds=5.0)
+    nodes = [Node([sends(honest[name])], [confirms], takes=8.0) for name in ("client-0", "client-1")]
+    done = play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), grace_seconds=20.0)
     assert sorted(done.summary["delivered"]) == ["client-0", "client-1"] and done.summary["missing"] == ["client-2"]
+
+
+def test_with_all_uploads_there_a_mended_one_is_waited_for(on_features, tmp_path) -> None:
+    sites, honest, odd = on_features
+    (tmp_path / "uploads").mkdir()
+    for name, data in {**honest, "client-0": odd}.items():
+        (tmp_path / f"uploads/{name}.safetensors").write_bytes(data)
+    slow = [Node([sends(data)], [confirms], takes=30.0) for data in honest.values()]
+    done = play(sites.federation, tmp_path, *slow, fuse=real_fuse(sites, tmp_path), quorum=3)
+    assert sorted(done.summary["delivered"]) == sorted(KEYS) and not done.summary["unusable"]
+
+
+def test_the_same_bad_upload_again_is_not_waited_for_any_longer(on_features, tmp_path) -> None:
+    sites, honest, odd = on_features
+    nodes = [Node([sends(data)], [confirms]) for data in (odd, *list(honest.values())[1:])]
+    with refuses(MethodError, "quorum", "cannot be used: client-0"):
+        play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), quorum=3)
+    with refuses(MethodError, "quorum", "cannot be used: client-0"):
+        play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), quorum=3, deadline_seconds=900.0)
+    assert play.last.clock.now - play.last.began < 60  # type: ignore[attr-defined]
 
 
 def test_a_network_that_sticks_out_holds_the_run_until_it_is_trusted(tmp_path) -> None:

@@ -298,4 +298,4 @@ def _limit_claims(uploads: Sequence[Upload], counting: Counting) -> Limited:
 
 
 def _claimed(upload: Upload) -> int:
-    return upload.num_samples or sum(upload.class_counts or ())
+    return max(upload.num_samples or 0, sum(upload.class_counts or ()))

@@ -193,13 +193,20 @@ def _fuse(
         except (UploadError, MethodError) as error:
             _unbind(error, ctx, log)
             raise
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if out_of_memory(error):  # the machine's fault, like a full disk: it can go on later
-                raise
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             what = f"{method.name} cannot work with these uploads ({type(error).__name__}: {error})"
             unforeseen = MethodError("unexpected", what)
             _unbind(unforeseen, ctx, log)
             raise unforeseen from error
+        except RuntimeError as error:  # torch's word for a full memory and a lost GPU, too: hours of work are kept
+            if out_of_memory(error):
+                raise
+            what = (
+                f"{method.name} ended with {type(error).__name__}: {error}; the same command goes on, and if it ends "
+                "so again, leave a file out and use another --work"
+            )
+            audit.append(log, {"what": "failed", "code": "unexpected", "reason": what})
+            raise RunError("unexpected", what) from error
         if ctx.workers is not None and not ctx.workers.actors:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
     told = replies[0].info.get("notes", ())  # before anything was begun
@@ -210,6 +217,7 @@ def _fuse(
 def _unbind(error: FedBiCrossError, ctx: Context, log: Path) -> None:
     audit.append(log, {"what": "failed", "code": error.code, "reason": error.args[0]})
     ctx.store.drop(FUSION)
+    ctx.store.drop("replies")  # some may have been made already
     ctx.drop_stages()
 
 

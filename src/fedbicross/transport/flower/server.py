@@ -76,7 +76,7 @@ class OneShot:
         self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
-        self.said: dict[str, Mapping[str, Any] | UploadError] = {}  # of each upload, what has to be the same in all
+        self.said: dict[str, Mapping[str, Any] | FedBiCrossError] = {}  # of each upload, what has to be the same in all
         self.outcome = Summary(federation.run, 0)
         self.began = self.last_news = clock()
 
@@ -223,17 +223,17 @@ class OneShot:
         paths = {name: self._path(name) for name in self.federation.clients}
         return {name: path for name, path in paths.items() if path.exists()}
 
-    def _unusable(self) -> dict[str, UploadError]:
+    def _unusable(self) -> dict[str, FedBiCrossError]:
         """Uploads that the fusion would refuse: damaged since they came, or unlike most others in what has to agree."""
         for name, path in self._uploads().items():
             if name not in self.said:  # of an earlier run
                 try:
                     upload = verify_upload(self.federation, read_file(path, UPLOAD))
                     self.said[name] = self.method.must_agree(upload)
-                except UploadError as error:
+                except (UploadError, MethodError) as error:
                     self.said[name] = error
-        damaged = {name: said for name, said in self.said.items() if isinstance(said, UploadError)}
-        others = {name: said for name, said in self.said.items() if not isinstance(said, UploadError)}
+        damaged = {name: said for name, said in self.said.items() if isinstance(said, FedBiCrossError)}
+        others = {name: said for name, said in self.said.items() if not isinstance(said, FedBiCrossError)}
         return {**damaged, **pipeline.who_differs(others)}
 
     def _begun(self) -> bool:
@@ -244,11 +244,13 @@ class OneShot:
         if self._begun():
             return True
         uploads, now = self._uploads(), self.clock()
-        usable = len(uploads) - len(self._unusable())
-        awaited = set(self.federation.clients) - set(uploads) - set(self.outcome.declined)
+        unusable = set(self._unusable())
+        usable = len(uploads) - len(unusable)
+        to_mend = unusable - {site.name for site in self.sites.values()}  # of an earlier run: it may have another now
+        awaited = (set(self.federation.clients) - set(uploads) | to_mend) - set(self.outcome.declined)
         over = now - self.began >= self.limits.deadline_seconds
         if usable < self.quorum:
-            if over or not awaited or len(uploads) + len(awaited) < self.quorum:
+            if over or not awaited or len(awaited | set(uploads)) < self.quorum:
                 hint = "; --quorum goes on with fewer" if usable else ""
                 raise MethodError(
                     "quorum", f"{usable} uploads can be used, {self.quorum} are needed; {self._lacking()}{hint}"

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fedbicross import parts
+from fedbicross import engine, parts
 from fedbicross.bundle import validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Task
-from fedbicross.errors import FedBiCrossError, MethodError, UploadError
-from fedbicross.lazy_torch import torch
+from fedbicross.errors import FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.messages import Client, Predictor, Reply, Upload
 from fedbicross.methods.base import Method, check_needs, check_private_training, mixed_models_problem
 from fedbicross.parts.defence import Seen
@@ -40,9 +39,12 @@ def check_upload(method: Method[Any], upload: Upload, task: Task) -> None:
     """
     try:
         _check_upload(method, upload, task)
-    except (FedBiCrossError, MemoryError, OSError, torch.OutOfMemoryError):
+    except (FedBiCrossError, OSError):
         raise
     except Exception as error:
+        if engine.device.out_of_memory(error):
+            problem = f"out of memory while {upload.client[:64]!r}'s upload was checked; try again when there is more"
+            raise RunError("out_of_memory", problem) from error
         problem = f"{upload.client[:64]!r} sent what no check foresaw ({type(error).__name__}: {error})"
         raise UploadError("unexpected", problem) from error
 
@@ -84,7 +86,8 @@ def look_at(method: Method[Any], uploads: Sequence[Upload], ctx: Context, truste
     """At the server, after the door: what sticks out among these uploads, and as what each of them is used."""
     if method.trusting:
         return Seen(list(uploads))
-    return parts.defence.look(uploads, ctx.with_loss(method.loss), trusted, method.counted_less)
+    ctx = ctx.with_loss(method.loss)
+    return parts.defence.look(uploads, ctx, trusted, method.counted_less, method.feature_length)
 
 
 def fuse(

@@ -270,13 +270,14 @@ def test_honest_uploads_raise_no_flag() -> None:
         ({"tensors": {**moved(1), "head.weight": torch.ones(3, 64)}}, "'south' sent a network whose last layer"),
         ({"tensors": moved(1), "num_samples": 10**6}, "'south' claims 100% of all images"),
         ({"tensors": moved(1), "num_samples": None, "class_counts": [90, 0, 9]}, "'south' claims 85% of all images"),
+        ({"tensors": moved(1), "num_samples": 1, "class_counts": [90, 0, 9]}, "'south' claims 85% of all images"),
     ],
 )
 def test_flags(changes: dict[str, Any], words: str) -> None:
     uploads = [network(moved(0), "north"), network(client="south", **changes), network(moved(2), "west")]
     flags = validate.flag_suspicious(uploads, trained_like("resnet8"))
-    assert any(flag.startswith(words) for flag in flags), flags
-    assert not any(flag.startswith(("'north'", "'west'")) for flag in flags)
+    assert any(text.startswith(words) for _, text in flags), flags
+    assert {client for client, _ in flags} == {"south"}
 
 
 # --- 21: counts ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunErro
 from fedbicross.messages import Reply, Upload
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts import moments
+from fedbicross.runs.store import DiskStore
 from fedbicross.steps import sufficient_statistics
 from fedbicross.transport import files
 from fedbicross.transport.server import FUSION
@@ -162,7 +163,11 @@ def test_where_nobody_has_more_than_half_behind_him_nothing_is_begun(made: Any, 
     assert len(sites.fuse(better, tmp_path)) == 2, "the same folder"
 
 
-FAILURES = [UploadError("diverged", "no"), MethodError("diverged", "no"), ZeroDivisionError("no"), KeyError("no")]
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+FAILURES = [
+    UploadError("diverged", "no"), MethodError("diverged", "no"), ZeroDivisionError("no"), KeyError("no"),
+    AttributeError("no"), LinAlgError("singular"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=repr)
@@ -189,6 +194,55 @@ def test_a_fusion_that_fails_binds_nobody(
     del sent[BAD]
     assert sorted(sites.fuse(sent, tmp_path)) == ["client-1", "client-2"]
     audit.verify(tmp_path / files.AUDIT)
+
+
+def test_replies_that_nobody_could_use_bind_nobody(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites, honest = made("fedavg")
+    fuse = FedAvg.fuse
+
+    def spoilt(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        replies = fuse(self, uploads, ctx)
+        if BAD not in [upload.client for upload in uploads]:
+            return replies
+        return [
+            replace(reply, tensors={**reply.tensors, "head.bias": torch.full((3,), torch.nan)}) for reply in replies
+        ]
+
+    monkeypatch.setattr(FedAvg, "fuse", spoilt)
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    with refuses(MethodError, "non_finite"):
+        sites.fuse(sent, tmp_path)
+    assert not (tmp_path / FUSION).exists()
+    del sent[BAD]
+    assert sorted(sites.fuse(sent, tmp_path)) == ["client-1", "client-2"]
+
+
+def test_killed_while_it_lets_go_of_the_uploads_no_old_reply_is_handed_out(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, honest = made("fedavg")
+    sent = {name: signed(sites, upload) for name, upload in honest.items()}
+    before = sites.fuse(sent, tmp_path)
+    (tmp_path / "replies" / f"{BAD}.safetensors").unlink()
+    drop = DiskStore.drop
+
+    def killed(self: DiskStore, prefix: str) -> None:
+        if prefix == "replies":
+            raise KeyboardInterrupt
+        drop(self, prefix)
+
+    def failing(self: FedAvg, uploads: Sequence[Upload], ctx: Context) -> list[Reply]:
+        raise ZeroDivisionError("no")
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(FedAvg, "fuse", failing)
+        patched.setattr(DiskStore, "drop", killed)
+        sites.fuse(sent, tmp_path)
+    with monkeypatch.context() as patched, refuses(MethodError, "unexpected"):
+        patched.setattr(FedAvg, "fuse", failing)
+        sites.fuse(sent, tmp_path)
+    del sent[BAD]
+    assert sites.fuse(sent, tmp_path)["client-1"] != before["client-1"]
 
 
 def test_replies_made_before_a_fusion_failed_are_not_handed_out(
@@ -228,16 +282,25 @@ def test_what_may_be_the_machines_fault_takes_no_work_away(
     assert len(sites.fuse(sent, tmp_path)) == 3
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError("no space"), torch.OutOfMemoryError("full")], ids=repr)
-def test_no_site_is_refused_for_what_the_machine_lacks(
-    error: Exception, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(self: FedAvg, upload: Upload) -> None:
-        raise error
+def more_than_there_is() -> None:
+    torch.empty(1 << 50)
 
+
+def nothing_left() -> None:
+    raise MemoryError
+
+
+def full_gpu() -> None:
+    raise torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("full", [more_than_there_is, nothing_left, full_gpu])
+def test_no_site_is_refused_for_what_the_machine_lacks(
+    full: Callable[[], None], made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sites, honest = made("fedavg")
-    monkeypatch.setattr(FedAvg, "check_upload", failing)
-    with pytest.raises(type(error)):
+    monkeypatch.setattr(FedAvg, "check_upload", lambda self, upload: full())
+    with refuses(RunError, "out_of_memory"):
         files.verify_upload(sites.federation, signed(sites, honest[BAD]))
 
 
@@ -338,6 +401,70 @@ def test_sums_that_only_just_are_none_cannot_end_the_fusion(made: Any) -> None:
     pipeline.check_upload(method, upload, ctx.task)
     with refuses(UploadError, "bad_statistics"):
         pipeline.check_upload(method, changed(upload, gram=gram), ctx.task)
+
+
+def ten_thousand_times_as_long(upload: Upload) -> Upload:
+    """As if of features that many times as long; each number is within the limits of the door."""
+    powers = {"class_sums": 1, "gram": 2, "means": 1, "scales": 1, "sequences": 1, "generator.scale.scale": 1}
+    tensors = {name: 1e4**power * upload.tensors[name] for name, power in powers.items() if name in upload.tensors}
+    return changed(upload, **tensors)
+
+
+@pytest.mark.parametrize("spec", ["fedcgs", "fedcgs:within", "fedpft", "falcon sequences", "falcon generator"])
+def test_features_far_longer_than_the_others_are_left_out_by_name(spec: str, made: Any, tmp_path: Path) -> None:
+    sites, honest = made(spec)
+    sent = {name: signed(sites, ten_thousand_times_as_long(u) if name == BAD else u) for name, u in honest.items()}
+    said = Said()
+    replies = sites.fuse(sent, tmp_path, said)
+    assert any(BAD in line and "times as long as the others'; it is left out" in line for line in said.lines)
+    without = {name: data for name, data in sent.items() if name != BAD}
+    expected = sites.fuse(without, tmp_path / "without")
+    opened, wanted = (files.open_reply(sites.federation, one["client-1"], "client-1") for one in (replies, expected))
+    assert all(torch.equal(opened.tensors[name], value) for name, value in wanted.tensors.items())
+
+
+def test_features_of_all_others_of_one_encoder_are_alike(made: Any) -> None:
+    for spec in ("fedcgs", "fedpft", "falcon sequences", "falcon generator", "analytic"):
+        sites, honest = made(spec)
+        method = sites.federation.build()
+        lengths = [method.feature_length(upload) for upload in honest.values()]
+        assert max(lengths) < 3 * min(lengths)
+
+
+def identity_matrix(upload: Upload, value: float) -> torch.Tensor:
+    width = upload.tensors["class_sums"].shape[1]
+    return value * sufficient_statistics.pack_triangle(torch.eye(width, dtype=torch.float64))
+
+
+FORGED: dict[str, Callable[[Upload], dict[str, torch.Tensor]]] = {
+    "below what noise explains": lambda u: {"gram": identity_matrix(u, -1e3)},
+    "longer than agreed on": lambda u: {"gram": u.tensors["gram"] + identity_matrix(u, 1e4)},
+    "class sums of longer features": lambda u: {"class_sums": u.tensors["class_sums"] + 1e5},
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+@pytest.mark.parametrize("spec", ["fedcgs:private", "analytic:private", "analytic"])
+def test_sums_keep_to_the_length_that_was_agreed_on_and_to_the_noise(spec: str, how: str, made: Any) -> None:
+    """Behind noise they once passed, and ended the fusion with numbers that are none, over nobody's name."""
+    sites, honest = made(spec)
+    method, ctx = sites.federation.build(), sites.simulation()
+    for upload in honest.values():
+        pipeline.check_upload(method, upload, ctx.task)
+    with refuses(UploadError, "bad_statistics"):
+        pipeline.check_upload(method, changed(honest[BAD], **FORGED[how](honest[BAD])), ctx.task)
+
+
+def test_a_site_of_a_long_name_can_be_trusted(tmp_path: Path) -> None:
+    """Notes show the first 64 letters of a name; whom the operator trusts is known by all of it."""
+    names = ("hospital " + "x" * 70 + " a", "hospital b", "hospital c")
+    sites = make_sites("fedavg", names=names, quorum=2)
+    method, ctx = sites.federation.build(), sites.simulation()
+    honest = {client.name: method.upload(client, ctx) for client in sites.clients}
+    sent = {name: signed(sites, loud(u) if name == names[0] else u) for name, u in honest.items()}
+    with refuses(MethodError, "held"):
+        sites.fuse(sent, tmp_path, hold_on_notes=True)
+    assert len(sites.fuse(sent, tmp_path, hold_on_notes=True, trust=[names[0]])) == 3
 
 
 def test_a_fusion_can_be_held_until_a_person_has_looked(made: Any, tmp_path: Path) -> None:

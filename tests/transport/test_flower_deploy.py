@@ -375,13 +375,13 @@ def test_options_arrive_as_they_were_chosen() -> None:
     trust = ",".join(map(file_name, names[:2]))
     chosen = RunOptions(quorum=2, hold_on_notes=True, trust=trust, deadline_seconds=90)
     read = RunOptions.from_run_config(parse_config_args([chosen.run_config()]))
-    assert read == chosen and read.trusted(federation) == names[:2]
-    assert RunOptions().trusted(federation) == []
+    assert read == chosen and read.sites("trust", federation) == names[:2]
+    assert RunOptions().sites("trust", federation) == []
 
 
 def test_what_the_federation_does_not_have_is_refused_before_anybody_is_asked(ready: Ready) -> None:
     connect(ready)
-    with refuses(ConfigError, "quorum", "the federation has 1 sites"):
+    with refuses(ConfigError, "quorum", "of the federation 1 sites"):
         deploy.run(ready.folder / "work", RunOptions(quorum=2), silent)
     with refuses(ConfigError, "not_listed", "nobody"):
         deploy.run(ready.folder / "work", RunOptions(), silent, trust=["nobody"])

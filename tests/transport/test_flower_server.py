@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from fedbicross.bundle import keys, sign
 from fedbicross.disclosure.policy import Policy, check_method
-from fedbicross.errors import MethodError, RunError, UploadError
+from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError
 from fedbicross.messages import Upload
 from fedbicross.transport import files
 from fedbicross.transport.flower import client, envelope, server
@@ -401,24 +401,96 @@ def test_the_same_bad_upload_again_is_not_waited_for_any_longer(on_features, tmp
     assert play.last.clock.now - play.last.began < 60  # type: ignore[attr-defined]
 
 
-def test_a_network_that_sticks_out_holds_the_run_until_it_is_trusted(tmp_path) -> None:
-    sites = make_sites("fedavg", quorum=2)
+def with_a_loud_one(*names: str, quorum: int) -> tuple[Sites, list[Node]]:
+    """Sites of FedAvg and their nodes; the network of the first one sticks out."""
+    sites = make_sites("fedavg", names=names, quorum=quorum)
     method, ctx = sites.federation.build(), sites.simulation()
     agreed = {"run_id": sites.federation.run, "agreement": sites.federation.agreement}
     nodes = []
     for site in sites.clients:
         upload = method.upload(site, ctx)
-        if site.name == "client-0":
+        if site.name == names[0]:
             loud = {name: 100 * upload.tensors[name] for name in ("head.weight", "head.bias")}
             upload = replace(upload, tensors={**upload.tensors, **loud})
         data = sign(replace(upload, **agreed).pack(), sites.client_keys[site.name])
         nodes.append(Node([sends(data)], [confirms]))
+    return sites, nodes
+
+
+def test_a_network_that_sticks_out_holds_the_run_until_it_is_trusted(tmp_path) -> None:
+    sites, nodes = with_a_loud_one(*KEYS, quorum=2)
     with refuses(MethodError, "held"):
         play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path, hold_on_notes=True))
     assert "error[held]" in play.last.summary["error"]  # type: ignore[attr-defined]
     trusting = real_fuse(sites, tmp_path, hold_on_notes=True, trust=["client-0"])
     done = play(sites.federation, tmp_path, *nodes, fuse=trusting)
     assert sorted(done.summary["delivered"]) == sorted(KEYS)
+
+
+def test_the_operator_leaves_a_site_out_whose_upload_is_held(tmp_path) -> None:
+    sites, nodes = with_a_loud_one(*KEYS, quorum=2)
+    held = real_fuse(sites, tmp_path, hold_on_notes=True)
+    with refuses(MethodError, "held"):
+        play(sites.federation, tmp_path, *nodes, fuse=held)
+    done = play(sites.federation, tmp_path, *nodes, fuse=held, without="client-0")
+    assert sorted(done.summary["delivered"]) == ["client-1", "client-2"] and done.clock.now - done.began < 60
+    assert done.summary["declined"] == {"client-0": "left_out"} and done.summary["missing"] == ["client-0"]
+    fresh = play(
+        sites.federation, tmp_path / "fresh", *nodes, fuse=real_fuse(sites, tmp_path / "fresh"), without="client-0"
+    )
+    assert sorted(fresh.summary["delivered"]) == ["client-1", "client-2"]
+    assert not (tmp_path / "fresh/uploads/client-0.safetensors").exists()
+
+
+def test_who_sticks_out_does_not_count_for_the_quorum_and_others_are_waited_for(tmp_path) -> None:
+    sites, nodes = with_a_loud_one("client-0", "client-1", "client-2", "client-3", quorum=3)
+    nodes[3].online_from = 1500.0
+    times = {"deadline_seconds": 1000.0, "grace_seconds": 100.0}
+    done = play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), **times)
+    assert {"client-1", "client-2", "client-3"} <= set(done.summary["delivered"])
+    assert 500 <= done.clock.now - done.began < 700
+    nodes[3].online_from = 1e9
+    with refuses(MethodError, "quorum"):
+        play(sites.federation, tmp_path / "never", *nodes, fuse=real_fuse(sites, tmp_path / "never"), **times)
+
+
+def test_a_file_that_is_still_being_copied_is_looked_at_again(on_features, tmp_path) -> None:
+    sites, honest, _ = on_features
+    path, data = tmp_path / "uploads/client-2.safetensors", honest["client-2"]
+    path.parent.mkdir()
+
+    class Copying(PlayedGrid):
+        def get_nodes(self):
+            if self.clock() >= 1020:
+                path.write_bytes(data if self.clock() >= 1030 else data[: len(data) // 2])
+            return super().get_nodes()
+
+    one = Node([sends(honest["client-1"])], [confirms])
+    times = {"deadline_seconds": 900.0, "grace_seconds": 100.0}
+    done = play(sites.federation, tmp_path, one, kind=Copying, fuse=real_fuse(sites, tmp_path), **times)
+    assert sorted(done.fused or done.summary["delivered"]) and done.summary["complete"]
+    assert done.summary["delivered"] == {"client-1": "model_made"} and done.summary["undelivered"] == ["client-2"]
+
+
+def test_an_expired_agreement_ends_the_run_with_its_name(federation, uploads, tmp_path) -> None:
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads/client-0.safetensors").write_bytes(uploads["client-0"])
+    expired = federation.model_copy(update={"expires": "2020-01-01"})
+    with pytest.raises(FedBiCrossError):
+        play(expired, tmp_path, Node([silent]), deadline_seconds=50.0)
+    assert "expired" in play.last.summary["error"]  # type: ignore[attr-defined]
+
+
+def test_options_of_a_run_name_sites_that_there_are(federation) -> None:
+    options = RunOptions.from_run_config({"trust": " client-0 ,client-1", "without": "client-2"})
+    options.check(federation)
+    assert options.sites("trust", federation) == ["client-0", "client-1"]
+    for given, code in (({"trust": "client-0,client-9"}, "not_listed"), ({"without": "x"}, "not_listed")):
+        with refuses(ConfigError, code):
+            RunOptions.from_run_config(given).check(federation)
+    for given in ({"quorum": 4}, {"quorum": 3, "without": "client-0"}):
+        with refuses(ConfigError, "quorum"):
+            RunOptions.from_run_config(given).check(federation)
 
 
 def test_a_refusing_node_that_nobody_registered_speaks_for_no_site(federation, uploads, tmp_path) -> None:

@@ -300,21 +300,22 @@ def check_same_task(uploads: Sequence[Upload], expected: Task | None = None) -> 
             _refuse_task(upload.client, "preprocessing", upload.preprocessing, PREPROCESSING, "this version")
 
 
-def flag_suspicious(uploads: Sequence[Upload], init: Tensors | None = None) -> list[str]:
-    """What a person should look at before fusing: copies, untrained networks, claims of most of the data."""
+def flag_suspicious(uploads: Sequence[Upload], init: Tensors | None = None) -> list[tuple[str, str]]:
+    """Whom a person should look at before fusing, and why: copies, untrained networks, claims of most of the data."""
     flags = []
     first_with: dict[str, str] = {}
-    total = sum(_samples(upload) for upload in uploads)
+    total = sum(images_claimed(upload) for upload in uploads)
     for upload in uploads:
-        name = repr(upload.client[:64])
+        name, found = repr(upload.client[:64]), []
         if upload.tensors:
             digest = _content(upload.tensors)
             if digest in first_with:
-                flags.append(f"{name} sent the same tensors as {first_with[digest]}")
+                found.append(f"sent the same tensors as {first_with[digest]}")
             first_with.setdefault(digest, name)
-            flags += [f"{name} sent {problem}" for problem in _untrained(upload.tensors, init)]
-        if len(uploads) > 2 and _samples(upload) > MAX_SHARE * total:
-            flags.append(f"{name} claims {_samples(upload) / total:.0%} of all images")
+            found += [f"sent {problem}" for problem in _untrained(upload.tensors, init)]
+        if len(uploads) > 2 and images_claimed(upload) > MAX_SHARE * total:
+            found.append(f"claims {images_claimed(upload) / total:.0%} of all images")
+        flags += [(upload.client, f"{name} {what}") for what in found]
     return flags
 
 
@@ -342,8 +343,9 @@ def _content(tensors: Tensors) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _samples(upload: Upload) -> int:
-    return upload.num_samples or sum(upload.class_counts or ())
+def images_claimed(upload: Upload) -> int:
+    """How many images a site says it has, by whichever of its numbers is larger."""
+    return max(upload.num_samples or 0, sum(upload.class_counts or ()))
 
 
 def _refuse_task(client: str, what: str, theirs: object, ours: object, whose: str) -> None:

@@ -104,6 +104,9 @@ def run(
     quorum: common.QuorumOption = None,
     hold_on_notes: common.HoldOption = False,
     trust: common.TrustOption = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", help="a site that takes no part in this run; repeatable")
+    ] = None,
     json: common.JsonOption = False,
 ) -> None:
     """At the server: ask the sites, fuse, deliver, and say who got what. The same command again goes on."""
@@ -111,7 +114,7 @@ def run(
     options = flower.settings.RunOptions.from_run_config(
         {**chosen, "quorum": quorum or 0, "hold_on_notes": hold_on_notes}
     )
-    summary = flower.deploy.run(work, options, _say, trust or ())
+    summary = flower.deploy.run(work, options, _say, trust or (), without or ())
     if json:
         print_json(summary)
     else:

@@ -42,6 +42,12 @@ def set_precision(precision: str, reproducible: bool = False) -> None:
     torch.backends.cudnn.deterministic = reproducible
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the machine's memory, or its GPU's, is full; for the former torch has no type of error, only words."""
+    full = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return full or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def autocast(device: str, precision: str) -> AbstractContextManager[object]:
     """bf16 autocast, or nothing."""
     return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

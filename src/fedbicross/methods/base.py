@@ -184,6 +184,11 @@ class Method(ABC, Generic[ConfigT]):
         """The upload as if from so small a share of its images, where a site claims far more than all others."""
         return parts.defence.counted_less(upload, share)
 
+    def feature_length(self, upload: Upload) -> float | None:
+        """The length of the features that it holds, to be compared with the others'; None: none, or noise hides it."""
+        del upload
+        return None
+
     def check_extra(self, upload: Upload) -> None:
         """Refuse words in the manifest that this method would not read."""
         unknown = [str(key)[:32] for key in upload.extra if key not in self.extra_keys]

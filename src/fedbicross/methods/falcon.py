@@ -207,17 +207,25 @@ class Falcon(Method[FalconConfig], SyntheticFeatures):
 
     def _try_out(self, upload: Upload) -> None:
         """A few sequences, as sent or drawn, through the classifier: finite answers, before anything is begun."""
-        if upload.extra["form"] == "sequences":
-            tokens = upload.tensors["sequences"][: parts.probes.COUNT]
-        else:
-            generator = self.generator_of(upload)
-            generator.load_state_dict(parts.features.take_prefix(upload.tensors, "generator."), assign=True)
-            wanted = upload.tensors["counts"].nonzero().flatten()[: parts.probes.COUNT]
-            tokens = generator.eval().draw(wanted, torch.Generator().manual_seed(0))
+        tokens = self._some(upload)
         state = parts.features.take_prefix(upload.tensors, "classifier.")
         head = models.heads.load(self.config.head, state, len(upload.task.classes))
         with torch.no_grad():
             parts.probes.check_answers(upload.client, head(tokens), tokens)
+
+    def _some(self, upload: Upload) -> Tensor:
+        """A few sequences, as sent or drawn."""
+        if upload.extra["form"] == "sequences":
+            return upload.tensors["sequences"][: parts.probes.COUNT]
+        generator = self.generator_of(upload)
+        generator.load_state_dict(parts.features.take_prefix(upload.tensors, "generator."), assign=True)
+        wanted = upload.tensors["counts"].nonzero().flatten()[: parts.probes.COUNT]
+        return generator.eval().draw(wanted, torch.Generator().manual_seed(0))
+
+    def feature_length(self, upload: Upload) -> float | None:
+        """That of the longest token: of all sequences that were sent, or of some that are drawn."""
+        tokens = upload.tensors["sequences"] if upload.extra["form"] == "sequences" else self._some(upload)
+        return float(tokens.norm(dim=-1).max())
 
     def must_agree(self, upload: Upload) -> dict[str, Any]:
         """The encoder, and the shape of its sequences."""

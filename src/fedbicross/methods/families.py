@@ -146,6 +146,10 @@ class MomentsMethod(Method[MomentsT]):
         """Its sums are as much smaller as its counts are."""
         return parts.moments.counted_less(upload, super().counted_less(upload, share), share)
 
+    def feature_length(self, upload: Upload) -> float | None:
+        """Root mean square of its images' features."""
+        return parts.moments.feature_length(upload) if self.config.epsilon is None else None
+
     def must_agree(self, upload: Upload) -> dict[str, Any]:
         """The encoder, and how many numbers a feature has."""
         return {"encoder_mismatch": upload.extra["encoder"], "feature_width": upload.tensors["class_sums"].shape[1]}

@@ -226,6 +226,13 @@ class FedPFT(Method[FedPFTConfig], SyntheticFeatures):
             if len(share) and (bool((share < 0).any()) or abs(float(share.double().sum()) - 1) > 1e-3):
                 raise UploadError("bad_weights", f"{upload.client!r}: the weights of class {label} do not sum to 1")
 
+    def feature_length(self, upload: Upload) -> float | None:
+        """That of the longest mean or of the widest spread, whichever is more."""
+        if self.config.epsilon is not None or not upload.tensors:
+            return None
+        means, scales = upload.tensors["means"].double(), upload.tensors["scales"].double()
+        return float(max(means.norm(dim=1).max(), scales.abs().max() * means.shape[1] ** 0.5))
+
     def must_agree(self, upload: Upload) -> dict[str, Any]:
         """The encoder, and how many numbers a feature has."""
         width = {"feature_width": upload.tensors["means"].shape[1]} if upload.tensors else {}

@@ -5,9 +5,9 @@ others, statistics unlike everybody else's, weights that were never trained, a c
 compares a site with its peers (`steps.outliers`) and has a limit that honest federations, however skewed, do not come
 near: docs/how-to/threat-model.md has both tables. What no rule acts on is used exactly as it came.
 
-- **left out** of the fusion: layers or statistics of another size, weights that do not come from the common start, more
-  images claimed than the network can have seen, or ten thousand times those of others, answers against those of its
-  peers about classes that it shares with them. Never half of all sites.
+- **left out** of the fusion: layers, statistics or features of another size, weights that do not come from the common
+  start, more images claimed than the network can have seen, or ten thousand times those of others, answers against
+  those of its peers about classes that it shares with them. Never half of all sites.
 - **limited**: a last layer somewhat larger than those of others is brought to their size; a site that claims far more
   images than others counts for less.
 
@@ -17,12 +17,13 @@ All that is read here are uploads; the operator reads the notes, and may trust a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedbicross import parts, steps
+from fedbicross.bundle.validate import images_claimed
 from fedbicross.lazy_torch import torch
 from fedbicross.messages import Reply, Upload
 
@@ -37,6 +38,7 @@ MOST_HEAD = 5.0  # the same for the last layer alone, from which on it is made s
 MOST_STATISTICS = 100.0  # of a layer's batch-normalisation statistics, either way; honest sites reach 25
 LEAST_START = 0.25  # cosine with the common start, as a share of the peers' median; honest sites stay above 0.9
 CLEAR_START = 0.5  # that median, below which training has left the start too far behind to tell
+MOST_LENGTH = 10.0  # of features of one frozen encoder
 MOST_CLAIMED = 1e4  # images claimed, over the median of the peers'
 MOST_IMAGES = 1e3  # the same, from which on they count for no more
 MOST_SEEN = 10.0  # images claimed, over those in all batches that the network counted
@@ -81,6 +83,7 @@ class Seen:
 
 
 Counting = Callable[[Upload, float], Upload]  # the upload as if from this share of its images
+Measuring = Callable[[Upload], float | None]  # how long the features are that it holds; None: nothing to compare
 
 
 def counted_less(upload: Upload, share: float) -> Upload:
@@ -95,12 +98,17 @@ def counted_less(upload: Upload, share: float) -> Upload:
 
 
 def look(
-    uploads: Sequence[Upload], ctx: Context, trusted: Collection[str] = (), counting: Counting = counted_less
+    uploads: Sequence[Upload],
+    ctx: Context,
+    trusted: Collection[str] = (),
+    counting: Counting = counted_less,
+    length_of: Measuring = lambda upload: None,
 ) -> Seen:
     """Every rule above, in the order of the uploads; what the operator trusts is noted and used as it is."""
     if len(uploads) < FEWEST:
         return Seen(list(uploads))
-    notes = list(_left_out(uploads, ctx, trusted))
+    lengths = {upload.client: length for upload in uploads if (length := length_of(upload)) is not None}
+    notes = list(_left_out(uploads, ctx, trusted, lengths))
     gone = {note.client for note in notes if note.left_out}
     used = [upload for upload in uploads if upload.client not in gone]
     limits = (_limit_heads, partial(_limit_claims, counting=counting))
@@ -115,11 +123,13 @@ def look(
 # --- left out ---------------------------------------------------------------------------------------------------------
 
 
-def _left_out(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str]) -> Iterator[Note]:
+def _left_out(
+    uploads: Sequence[Upload], ctx: Context, trusted: Collection[str], lengths: Mapping[str, float]
+) -> Iterator[Note]:
     """The site that sticks out most, then again among the others, as long as most are left to be the measure."""
     rest = list(uploads)
     while len(rest) >= FEWEST:
-        found = _worst(rest, ctx)
+        found = _worst(rest, ctx, lengths)
         if found is None:
             return
         client, what = found
@@ -131,9 +141,13 @@ def _left_out(uploads: Sequence[Upload], ctx: Context, trusted: Collection[str])
 Rule = tuple[float, "Tensor", str]  # a limit, the values [N] that it is for, and the words for one beyond it
 
 
-def _worst(uploads: Sequence[Upload], ctx: Context) -> tuple[str, str] | None:
+def _worst(uploads: Sequence[Upload], ctx: Context, lengths: Mapping[str, float]) -> tuple[str, str] | None:
     """Who is furthest beyond a limit, and in what; nobody if all are within all."""
     rules = [(uploads, rule) for rule in _about_claims(uploads, ctx)]
+    measured = [upload for upload in uploads if upload.client in lengths]
+    if len(measured) >= FEWEST:
+        times = steps.outliers.larger_than_peers(torch.tensor([[lengths[upload.client]] for upload in measured]))
+        rules.append((measured, (MOST_LENGTH, times, "sent features {:.0f} times as long as the others'")))
     for alike in _by_architecture(uploads):
         rules += [(alike, rule) for rule in (*_about_networks(alike, ctx), *_about_answers(alike, ctx))]
     found = [
@@ -149,7 +163,7 @@ def _about_claims(uploads: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
     """Images that a site says it has: beside what its network has counted, and beside the others."""
     over = torch.tensor([_claimed_over_seen(upload, ctx) for upload in uploads])
     yield MOST_SEEN, over, "claims {:.0f} times as many images as its network has counted in batches"
-    claimed = torch.tensor([[float(max(1, _claimed(upload)))] for upload in uploads])
+    claimed = torch.tensor([[float(max(1, images_claimed(upload)))] for upload in uploads])
     yield MOST_CLAIMED, steps.outliers.larger_than_peers(claimed), "claims {:.0f} times as many images as others"
 
 
@@ -186,7 +200,8 @@ def _trained_on(upload: Upload, ctx: Context) -> float:
 
     A site whose counters are set low must not pass for one too small to be judged while it claims many images.
     """
-    return max(_images_counted(upload, ctx) / ctx.training.epochs, (1 - ctx.training.validation) * _claimed(upload))
+    claimed = (1 - ctx.training.validation) * images_claimed(upload)
+    return max(_images_counted(upload, ctx) / ctx.training.epochs, claimed)
 
 
 def _about_networks(alike: Sequence[Upload], ctx: Context) -> Iterator[Rule]:
@@ -255,7 +270,7 @@ def _flat(state: dict[str, Tensor], part: str) -> Tensor:
 def _claimed_over_seen(upload: Upload, ctx: Context) -> float:
     """Images claimed over the most that the network can have seen by its own counters; 0 where nothing says so."""
     counted = _images_counted(upload, ctx)
-    return _claimed(upload) / counted if counted and parts.probes.network_of(upload) is not None else 0.0
+    return images_claimed(upload) / counted if counted and parts.probes.network_of(upload) is not None else 0.0
 
 
 def _images_counted(upload: Upload, ctx: Context) -> int:
@@ -284,10 +299,10 @@ def _limit_heads(uploads: Sequence[Upload]) -> Limited:
 
 def _limit_claims(uploads: Sequence[Upload], counting: Counting) -> Limited:
     """Nobody counts for more than so many times the median of the others, in whatever mix of classes it has."""
-    claiming = [upload for upload in uploads if _claimed(upload)]
+    claiming = [upload for upload in uploads if images_claimed(upload)]
     if len(claiming) < FEWEST:
         return {}
-    claimed = torch.tensor([float(_claimed(upload)) for upload in claiming])
+    claimed = torch.tensor([float(images_claimed(upload)) for upload in claiming])
     factors = steps.outliers.capped(claimed, MOST_IMAGES).tolist()
     what = f"claims {{:.0f}} times as many images as others; {MOST_IMAGES:.0f} times as many count"
     return {
@@ -295,7 +310,3 @@ def _limit_claims(uploads: Sequence[Upload], counting: Counting) -> Limited:
         for upload, factor in zip(claiming, factors, strict=True)
         if factor < 1
     }
-
-
-def _claimed(upload: Upload) -> int:
-    return max(upload.num_samples or 0, sum(upload.class_counts or ()))

@@ -22,6 +22,7 @@ Solve = Callable[[Statistics], LinearHead]
 
 # Shares of a private release. Class means tell classes apart even where little is left of the gram matrix in the noise.
 COUNTS, SUMS, GRAM = 0.04, 0.64, 0.32
+FAR = 10.0  # standard deviations of its noise that no honest sum is off by
 
 
 def upload(config: PooledConfig, client: Client, ctx: Context) -> Upload:
@@ -53,7 +54,7 @@ def upload(config: PooledConfig, client: Client, ctx: Context) -> Upload:
 def check_upload(config: PooledConfig, upload: Upload) -> None:
     """Sums that some images could have: the right shapes, finite, and within the bounds that squares obey.
 
-    Behind noise only shapes and magnitudes can be checked.
+    Behind noise these bounds are as much wider as noise hardly ever is.
     """
     wide = torch.float64
     check.check_tensors(upload, {"class_sums": (wide, (None, None)), "gram": (wide, (None,))})
@@ -68,12 +69,35 @@ def check_upload(config: PooledConfig, upload: Upload) -> None:
         _check_squares(upload, counts)
     check.check_described(upload, config)
     check.check_magnitude(upload, float(counts.sum().clamp_min(1)) * check.MOST**2)
+    if config.clip is not None:
+        _check_lengths(config, upload, counts, config.clip)
+    given = statistics(upload)
     if config.epsilon is None:
-        within = steps.scatter_within(statistics(upload))
-        lowest, highest = (float(value) for value in torch.linalg.eigvalsh(within)[[0, -1]])
-        # Rounding in float64 is far below this, and what passes is far below any ridge: nobody can make a sum singular.
-        if lowest < -1e-10 * max(highest, float(_squares(upload).max())):
-            raise UploadError("bad_statistics", f"{upload.client!r}: no images have second moments like its own")
+        # What float64 rounds off is far below this, and what passes is far below any ridge.
+        scatter, slack = steps.scatter_within(given), 1e-14 * width * float(_squares(upload).max())
+    else:
+        scatter = given.gram
+        slack = _noise(config, config.clip or math.inf, GRAM, 2) * (math.sqrt(2 * width) + FAR)
+    if float(torch.linalg.eigvalsh(scatter)[0]) < -slack:
+        raise UploadError("bad_statistics", f"{upload.client!r}: no images have second moments like its own")
+
+
+def _check_lengths(config: PooledConfig, upload: Upload, counts: torch.Tensor, longest: float) -> None:
+    """No feature is longer than was agreed on; of each class one image more is allowed for, since counts are whole."""
+    width = upload.tensors["class_sums"].shape[1]
+    images = counts + 1 + FAR * _noise(config, 1.0, COUNTS)
+    sums = images * longest + _noise(config, longest, SUMS) * (math.sqrt(width) + FAR)
+    squares = float(images.sum()) * longest**2 + _noise(config, longest, GRAM, 2) * FAR * math.sqrt(width)
+    too_long = bool((upload.tensors["class_sums"].norm(dim=1) > sums).any())
+    if too_long or float(_squares(upload).sum()) > squares:
+        raise UploadError("bad_statistics", f"{upload.client!r}: its sums are of features longer than {longest:g}")
+
+
+def _noise(config: PooledConfig, longest: float, share: float, power: int = 1) -> float:
+    """σ of the noise that was agreed on, in a sum that one image moves by ``longest`` to this power; 0 for none."""
+    if config.epsilon is None:
+        return 0.0
+    return private.scale(noise_for(config.epsilon, config.delta), longest**power, share)
 
 
 def _squares(upload: Upload) -> torch.Tensor:
@@ -89,6 +113,11 @@ def _check_squares(upload: Upload, counts: torch.Tensor) -> None:
     least = (sums.square() / counts.clamp_min(1)[:, None]).sum(0)  # Cauchy-Schwarz: (Σ_c f)² ≤ n_c Σ_c f²
     if bool((_squares(upload) < least - 1e-6 * least.abs() - 1e-9).any()):
         raise UploadError("bad_statistics", f"{upload.client!r}: its second moments contradict its class sums")
+
+
+def feature_length(upload: Upload) -> float:
+    """Root mean square length of the features behind the sums."""
+    return math.sqrt(float(_squares(upload).sum()) / max(1, sum(upload.class_counts or ())))
 
 
 def statistics(upload: Upload) -> Statistics:

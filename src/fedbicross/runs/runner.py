@@ -21,7 +21,7 @@ from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, MemoryStore, Progress, Silent, Store, Task
 from fedbicross.data import DATASETS, Dataset, Partition, client_images, load_dataset, make_partition, test_images
 from fedbicross.data import check as check_data
-from fedbicross.engine.device import resolve_device, resolve_precision, set_precision
+from fedbicross.engine.device import out_of_memory, resolve_device, resolve_precision, set_precision
 from fedbicross.engine.predict import Answers
 from fedbicross.errors import ConfigError, RunError
 from fedbicross.evaluate.protocols import TestSet
@@ -246,8 +246,10 @@ def run_prepared(prepared: Prepared, folder: RunFolder | None, progress: Progres
         results = _results(summary, rows, complete=True)
         _write_results(folder, results)
         return results
-    except torch.OutOfMemoryError:
-        raise RunError("out_of_memory", f"out of GPU memory in {watched.last!r}: {_smaller(watched.last)}") from None
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RunError("out_of_memory", f"out of memory in {watched.last!r}: {_smaller(watched.last)}") from None
     except OSError as error:
         where = folder.path if folder else "memory"
         raise RunError(
@@ -284,7 +286,7 @@ def _patience(prepared: Prepared) -> list[str]:
 
 
 def _smaller(work: str) -> str:
-    """Which setting to lower when this piece of work does not fit into the memory of the GPU."""
+    """Which setting to lower when this piece of work does not fit into memory."""
     if work.startswith("training "):
         return "lower training.batch_size, or use --precision bf16"
     if work.startswith("personalising "):

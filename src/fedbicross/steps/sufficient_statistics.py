@@ -195,7 +195,7 @@ def noisy_head(given: Statistics, *, ridge: float, noise: float) -> LinearHead:
     inner = torch.linalg.solve(within, means.T).T
     weight = given.class_sums.new_zeros(given.class_sums.shape)
     bias = torch.full_like(given.counts, ABSENT)
-    weight[present] = inner @ scores
+    weight[present] = _finite(inner @ scores)
     bias[present] = -0.5 * (means * inner).sum(1) - inner @ scores @ centre + (counts / n).log()
     return LinearHead(weight, bias)
 
@@ -225,7 +225,10 @@ def _solve(matrix: Tensor, penalty: float, right: Tensor, what: str) -> Tensor:
     if bool(failed):
         few = f"{what} and {width} features"
         raise MethodError("singular", f"the covariance cannot be inverted ({few}); set a larger ridge")
-    found = torch.cholesky_solve(right, factor)
+    return _finite(torch.cholesky_solve(right, factor))
+
+
+def _finite(found: Tensor) -> Tensor:
     if not bool(torch.isfinite(found).all()):
         raise MethodError("overflow", "the added-up statistics are too large to compute with; is an encoder broken?")
     return found

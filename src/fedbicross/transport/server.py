@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,12 +15,13 @@ from fedbicross.bundle import UPLOAD, audit, keys, read_file, sign, validate
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
 from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, RunError, UploadError, printable
+from fedbicross.lazy_torch import torch
 from fedbicross.messages import Reply, Upload, file_name
 from fedbicross.runs.store import RunFolder
 from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import FederationFile, find_client
 from fedbicross.transport.verify import open_reply, verify_upload
-from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
+from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -169,44 +170,23 @@ def fuse_received(
         if all(data is not None for data in found.values()):
             ctx.progress.say("done before: the replies are those that were made then")
         else:
-            for name, reply in _fuse(federation, list(taking_part.values()), ctx, log, trusted).items():
-                addressed = replace(reply, client=name, run_id=federation.run, agreement=federation.agreement)
-                found[name] = data = sign(addressed.pack(), server_key)
-                folder.store.save(paths[name], data)
-                audit.append(log, {"what": "reply", "client": name, "sha256": _sha256(data)})
+            with _binding_nobody(federation, ctx, log):
+                for name, reply in _fuse(federation, list(taking_part.values()), ctx, trusted).items():
+                    addressed = replace(reply, client=name, run_id=federation.run, agreement=federation.agreement)
+                    found[name] = data = sign(addressed.pack(), server_key)
+                    folder.store.save(paths[name], data)
+                    audit.append(log, {"what": "reply", "client": name, "sha256": _sha256(data)})
             ctx.drop_stages()
         return {name: data for name, data in found.items() if data is not None}
 
 
 def _fuse(
-    federation: FederationFile, uploads: list[Upload], ctx: Context, log: Path, trusted: Collection[str]
+    federation: FederationFile, uploads: list[Upload], ctx: Context, trusted: Collection[str]
 ) -> dict[str, Reply]:
-    """The method's own step, on uploads in the order of their names, as ``simulate`` has them.
-
-    If it cannot work with them, they are not bound to each other any more: without the one at fault it can be begun
-    again.
-    """
+    """The method's own step, on uploads in the order of their names, as ``simulate`` has them."""
     method, name = federation.build(), f"{SCOPE}/server"
     with ctx.workers or nullcontext():
-        try:
-            replies = pipeline.fuse(method, uploads, ctx, name, trusted)
-        except (UploadError, MethodError) as error:
-            _unbind(error, ctx, log)
-            raise
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            what = f"{method.name} cannot work with these uploads ({type(error).__name__}: {error})"
-            unforeseen = MethodError("unexpected", what)
-            _unbind(unforeseen, ctx, log)
-            raise unforeseen from error
-        except RuntimeError as error:  # torch's word for a full memory and a lost GPU, too: hours of work are kept
-            if out_of_memory(error):
-                raise
-            what = (
-                f"{method.name} ended with {type(error).__name__}: {error}; the same command goes on, and if it ends "
-                "so again, leave a file out and use another --work"
-            )
-            audit.append(log, {"what": "failed", "code": "unexpected", "reason": what})
-            raise RunError("unexpected", what) from error
+        replies = pipeline.fuse(method, uploads, ctx, name, trusted)
         if ctx.workers is not None and not ctx.workers.actors:
             ctx.progress.say(f"note: nothing was spread: this {method.name} makes no trajectories")
     told = replies[0].info.get("notes", ())  # before anything was begun
@@ -214,11 +194,39 @@ def _fuse(
     return {upload.client: reply for upload, reply in zip(uploads, replies, strict=True)}
 
 
+@contextmanager
+def _binding_nobody(federation: FederationFile, ctx: Context, log: Path) -> Iterator[None]:
+    """If the method cannot work with the uploads, or makes replies that nobody can use, the fusion can be begun again.
+
+    What may be the machine's fault keeps its work: hours of it, perhaps.
+    """
+    try:
+        yield
+    except (UploadError, MethodError) as error:
+        _unbind(error, ctx, log)
+        raise
+    except (FedBiCrossError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        # torch's word for a full memory and a lost GPU, too
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            if engines.device.out_of_memory(error):
+                raise
+            going_on = "the same command goes on, and if it ends so again, leave a file out and use another --work"
+            failed = RunError("unexpected", f"{federation.method} ended with {what}; {going_on}")
+            audit.append(log, {"what": "failed", "code": failed.code, "reason": failed.args[0]})
+            raise failed from error
+        unforeseen = MethodError("unexpected", f"{federation.method} cannot work with these uploads ({what})")
+        _unbind(unforeseen, ctx, log)
+        raise unforeseen from error
+
+
 def _unbind(error: FedBiCrossError, ctx: Context, log: Path) -> None:
     audit.append(log, {"what": "failed", "code": error.code, "reason": error.args[0]})
-    ctx.store.drop(FUSION)
-    ctx.store.drop("replies")  # some may have been made already
     ctx.drop_stages()
+    ctx.store.drop("replies")  # some may have been made already
+    ctx.store.drop(FUSION)  # last: who is killed before it goes on with the same uploads
 
 
 def _tell(received: Received, ctx: Context, log: Path) -> None:
@@ -249,16 +257,16 @@ def _judge(
     _check_quorum(federation, received, len(uploads), needed)
     flags = validate.flag_suspicious(uploads, _initial_network(ctx))
     seen = pipeline.look_at(federation.build(), uploads, ctx, trust)
-    for flag in [*flags, *map(str, seen.notes)]:
-        ctx.progress.say(f"note: {flag}")
-        audit.append(log, {"what": "note", "reason": flag})
-    accepted = tuple(repr(name) for name in trust)
-    still_open = [text for text in (*flags, *map(str, seen.notes)) if not text.startswith(accepted)]
+    notes = [*flags, *((note.client, str(note)) for note in seen.notes)]
+    for _, text in notes:
+        ctx.progress.say(f"note: {text}")
+        audit.append(log, {"what": "note", "reason": text})
+    still_open = [text for client, text in notes if client not in trust]
     if hold_on_notes and still_open:
         raise MethodError(
             "held",
-            f"{len(still_open)} notes hold this fusion, the first: {still_open[0]}; take files out, --trust the site, "
-            "or fuse without --hold-on-notes",
+            f"{len(still_open)} notes hold this fusion, the first: {still_open[0]}; take files out (on Flower "
+            "--without the site), --trust the site, or do without --hold-on-notes",
         )
     _check_quorum(federation, received, len(seen.uploads), needed)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbicross import parts, pipeline
+from fedbicross import engine, parts, pipeline
 from fedbicross.bundle import UPLOAD, inspect, keys, sign
 from fedbicross.bundle.format import canonical_json
 from fedbicross.context import Context, Progress
@@ -24,7 +24,7 @@ from fedbicross.settings import Settings, read_json
 from fedbicross.transport.federation_file import CountPolicy, FederationFile, check_not_expired, find_client
 from fedbicross.transport.site_audit import Audited, HeldOut, audit_upload, kept_audit
 from fedbicross.transport.verify import counts_agree, open_reply, verify_upload
-from fedbicross.transport.work import SCOPE, make_context, out_of_memory, say_warnings, work_folder
+from fedbicross.transport.work import SCOPE, make_context, say_warnings, work_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -285,7 +285,7 @@ def _naming_bad_replies() -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        if out_of_memory(error):
+        if engine.device.out_of_memory(error):
             raise
         text = " ".join(str(error).split())[:200]
         raise UploadError("bad_reply", f"the reply does not hold what the method expects ({text})") from error

@@ -39,15 +39,12 @@ def work_folder(path: Path) -> Iterator[RunFolder]:
             raise RunError(
                 "cannot_write", f"writing to {path} failed: {error.strerror or error}; the same command goes on later"
             ) from None
-        except RuntimeError as error:
-            if out_of_memory(error):
-                raise RunError("out_of_memory", "out of GPU memory; --device cpu takes longer but needs none") from None
-            raise
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether torch says that the GPU is full."""
-    return isinstance(error, torch.OutOfMemoryError)
+        except (RuntimeError, MemoryError) as error:
+            if not engine.device.out_of_memory(error):
+                raise
+            gpu = isinstance(error, torch.OutOfMemoryError)
+            way_on = "--device cpu takes longer but needs none" if gpu else "the same command goes on later"
+            raise RunError("out_of_memory", f"out of {'GPU ' if gpu else ''}memory; {way_on}") from None
 
 
 def make_context(federation: FederationFile, folder: RunFolder, progress: Progress | None, device: str) -> Context:

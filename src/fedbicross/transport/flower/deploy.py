@@ -223,17 +223,23 @@ def register(work: Path, public_key: Path, name: str) -> None:
     call(["flwr", "supernode", "register", str(_existing(public_key)), CONNECTION, "--name", name], _home(work))
 
 
-def run(work: Path, options: RunOptions, say: Callable[[str], None], trust: Collection[str] = ()) -> dict[str, Any]:
+def run(
+    work: Path,
+    options: RunOptions,
+    say: Callable[[str], None],
+    trust: Collection[str] = (),
+    without: Collection[str] = (),
+) -> dict[str, Any]:
     """Start the run, tell what the server notes, and return its summary once the server has written it.
 
     A run that ends without one was lost by Flower, not by us: what came is kept, so it is begun again, a few times.
     """
     federation = load_federation(load_settings(ServerSettings, _existing(work / "server.toml")).federation_file)
-    if options.quorum > len(federation.clients):
-        raise ConfigError("quorum", f"--quorum {options.quorum}: the federation has {len(federation.clients)} sites")
-    for name in trust:
+    for name in (*trust, *without):
         find_client(federation, name)
-    options = options.model_copy(update={"trust": ",".join(map(file_name, trust))})
+    lists = {"trust": ",".join(map(file_name, trust)), "without": ",".join(map(file_name, without))}
+    options = options.model_copy(update=lists)
+    options.check(federation)
     summary = work / federation.run_id / SUMMARY
     try:
         for left in reversed(range(_LOST_RUNS)):

@@ -43,6 +43,11 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
 }
 
 
+_LEFT_OUT = "left_out"  # by the operator
+_Stamp = tuple[int, int]  # when a file was changed last, and its size
+_Said = Mapping[str, Any] | FedBiCrossError  # what has to be the same in all uploads, or why one cannot be used
+
+
 @dataclass
 class Node:
     """A node, and what came of it in this run."""
@@ -76,8 +81,11 @@ class OneShot:
         self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
-        self.said: dict[str, Mapping[str, Any] | FedBiCrossError] = {}  # of each upload, what has to be the same in all
-        self.outcome = Summary(federation.run, 0)
+        self.said: dict[str, tuple[_Stamp, _Said]] = {}  # of each upload, as long as its file is this one
+        self.too_few: set[str] | None = None  # uploads of which the fusion left too many out
+        self.outcome = Summary(
+            federation.run, 0, declined=dict.fromkeys(options.sites("without", federation), _LEFT_OUT)
+        )
         self.began = self.last_news = clock()
 
     def run(self, grid: Grid) -> None:
@@ -144,8 +152,10 @@ class OneShot:
                 self._take_receipt(node, message)
         except (UploadError, MethodError) as error:
             self._failed(node, error)
-        except FedBiCrossError:
-            raise  # not of this node's making
+        except FedBiCrossError as error:
+            if error.code != "out_of_memory":
+                raise  # not of this node's making
+            self._failed(node, error)  # nor is this, but it passes
         except Exception as error:
             self._failed(node, UploadError("unexpected", f"the answer of node {node} cannot be taken: {error!r}"))
 
@@ -159,10 +169,14 @@ class OneShot:
             raise UploadError("wrong_node", f"the node registered for {site.registered!r} sent {name!r}'s upload")
         if any(other.name == name for other in self.sites.values() if other is not site):
             raise UploadError("two_nodes", f"node {node} sent {name!r}'s upload, as another node did before")
+        if self.outcome.declined.get(name) == _LEFT_OUT:
+            site.declined = True
+            self.say(f"upload from {name}: not taken, since the operator leaves {name} out of this run")
+            return
         path = self._path(name)
         if not path.exists() or (path.read_bytes() != data and name in self._unusable() and not self._begun()):
             write_atomic(path, data)  # on arrival: from here on no crash can lose it
-            self.said[name] = self.method.must_agree(upload)
+            self.said[name] = _stamp(path), self.method.must_agree(upload)
             self.last_news = self.clock()
             self.say(
                 f"upload from {name}: {len(data):,} bytes ({len(self._uploads())} of {len(self.federation.clients)})"
@@ -220,21 +234,29 @@ class OneShot:
         return self.folder / UPLOADS / f"{file_name(name)}.safetensors"
 
     def _uploads(self) -> dict[str, Path]:
-        paths = {name: self._path(name) for name in self.federation.clients}
+        left_out = {name for name, code in self.outcome.declined.items() if code == _LEFT_OUT}
+        paths = {name: self._path(name) for name in self.federation.clients if name not in left_out}
         return {name: path for name, path in paths.items() if path.exists()}
 
     def _unusable(self) -> dict[str, FedBiCrossError]:
         """Uploads that the fusion would refuse: damaged since they came, or unlike most others in what has to agree."""
-        for name, path in self._uploads().items():
-            if name not in self.said:  # of an earlier run
-                try:
-                    upload = verify_upload(self.federation, read_file(path, UPLOAD))
-                    self.said[name] = self.method.must_agree(upload)
-                except (UploadError, MethodError) as error:
-                    self.said[name] = error
-        damaged = {name: said for name, said in self.said.items() if isinstance(said, FedBiCrossError)}
-        others = {name: said for name, said in self.said.items() if not isinstance(said, FedBiCrossError)}
+        said = {name: self._said(name, path) for name, path in self._uploads().items()}
+        damaged = {name: found for name, found in said.items() if isinstance(found, FedBiCrossError)}
+        others = {name: found for name, found in said.items() if not isinstance(found, FedBiCrossError)}
         return {**damaged, **pipeline.who_differs(others)}
+
+    def _said(self, name: str, path: Path) -> _Said:
+        """What an upload says; read again only if the file has changed, as one that is still being copied does."""
+        try:
+            stamp = _stamp(path)
+            if name not in self.said or self.said[name][0] != stamp:
+                upload = verify_upload(self.federation, read_file(path, UPLOAD))
+                self.said[name] = stamp, self.method.must_agree(upload)
+        except FedBiCrossError as error:
+            self.said[name] = stamp, error
+        except FileNotFoundError:
+            return UploadError("missing", f"{name!r}'s upload is gone")
+        return self.said[name][1]
 
     def _begun(self) -> bool:
         """Whether a fusion was begun, so that it is settled who takes part."""
@@ -245,9 +267,7 @@ class OneShot:
             return True
         uploads, now = self._uploads(), self.clock()
         unusable = set(self._unusable())
-        usable = len(uploads) - len(unusable)
-        to_mend = unusable - {site.name for site in self.sites.values()}  # of an earlier run: it may have another now
-        awaited = (set(self.federation.clients) - set(uploads) | to_mend) - set(self.outcome.declined)
+        usable, awaited = len(uploads) - len(unusable), self._awaited(unusable)
         over = now - self.began >= self.limits.deadline_seconds
         if usable < self.quorum:
             if over or not awaited or len(awaited | set(uploads)) < self.quorum:
@@ -256,17 +276,31 @@ class OneShot:
                     "quorum", f"{usable} uploads can be used, {self.quorum} are needed; {self._lacking()}{hint}"
                 )
             return False
+        if self.too_few == set(uploads) and awaited and not over:
+            return False
         return not awaited or over or now - self.last_news >= self.limits.grace_seconds
 
+    def _awaited(self, unusable: set[str]) -> set[str]:
+        """Sites that may still send an upload, or another one for one that cannot be used."""
+        to_mend = unusable - {site.name for site in self.sites.values()}  # of an earlier run: it may have another now
+        return (set(self.federation.clients) - set(self._uploads()) | to_mend) - set(self.outcome.declined)
+
     def _fuse(self) -> None:
-        missing = self._lacking()
+        missing, uploads = self._lacking(), self._uploads()
         self.say("fusing" + (f"; {missing}" if missing else ""))
         while True:
+            over = self.clock() - self.began >= self.limits.deadline_seconds
             try:
-                self.replies = self.fuse(self._uploads())
+                self.replies = self.fuse(uploads)
                 break
+            except MethodError as error:  # who was left out for what sticks out in his upload does not count
+                if error.code != "quorum" or over or not self._awaited(set(self._unusable())):
+                    raise
+                self.say(f"{error}; waiting for more")
+                self.too_few = set(uploads)
+                return
             except RunError as error:  # the server of a run that was cut off may need a moment to go
-                if error.code != "locked" or self.clock() - self.began >= self.limits.deadline_seconds:
+                if error.code != "locked" or over:
                     raise
                 self.say(str(error))
                 self.sleep(self.limits.poll_seconds)
@@ -311,6 +345,11 @@ def _check_note(node: int, message: Message) -> dict[str, str]:
     return note
 
 
+def _stamp(path: Path) -> _Stamp:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
 def _word(text: str) -> str:
     """A word from outside, fit for a log."""
     plain = "".join(letter for letter in text if letter.isascii() and (letter.isalnum() or letter == "_"))
@@ -330,15 +369,16 @@ def main(grid: Grid, context: Context) -> None:
     key = settings.load_key()
 
     options = RunOptions.from_run_config(context.run_config)
-    choices: dict[str, Any] = {"hold_on_notes": options.hold_on_notes, "trust": options.trusted(federation)}
-    choices |= {"quorum": options.quorum or None, "device": settings.device}
-
-    def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
-        return fuse_uploads(federation, uploads, folder / SERVER_WORK, key, log, **choices)
-
-    shot = OneShot(federation, folder, fuse, options, log.say)
-    shot.outcome.flower_run = context.run_id
     try:
+        options.check(federation)
+        choices: dict[str, Any] = {"hold_on_notes": options.hold_on_notes, "trust": options.sites("trust", federation)}
+        choices |= {"quorum": options.quorum or None, "device": settings.device}
+
+        def fuse(uploads: Mapping[str, Path]) -> dict[str, bytes]:
+            return fuse_uploads(federation, uploads, folder / SERVER_WORK, key, log, **choices)
+
+        shot = OneShot(federation, folder, fuse, options, log.say)
+        shot.outcome.flower_run = context.run_id
         shot.run(grid)
     except FedBiCrossError as error:
         log.say(str(error))

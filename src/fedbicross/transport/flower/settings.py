@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -84,6 +84,7 @@ class RunOptions(Settings):
     quorum: int = Field(0, ge=0, description="fuse with so few uploads; 0: as agreed")
     hold_on_notes: bool = Field(False, description="begin nothing while an upload sticks out")
     trust: str = Field("", description="file names of sites whose uploads are used as they are, comma-separated")
+    without: str = Field("", description="file names of sites that take no part in this run, comma-separated")
     retry_seconds: float = Field(60.0, gt=0, description="pause before a node that failed is asked again; doubles")
     poll_seconds: float = Field(3.0, gt=0, description="pause between two looks for answers")
 
@@ -96,9 +97,22 @@ class RunOptions(Settings):
         """For `flwr run --run-config`."""
         return " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in self.model_dump().items())
 
-    def trusted(self, federation: FederationFile) -> list[str]:
-        """Whose uploads are used as they are."""
-        return [name for name in federation.clients if file_name(name) in self.trust.split(",")]
+    def sites(self, field: Literal["trust", "without"], federation: FederationFile) -> list[str]:
+        """The names of the sites in one of the lists; one that the federation does not have is an error."""
+        given = {part.strip() for part in str(getattr(self, field)).split(",")} - {""}
+        listed = {file_name(name): name for name in federation.clients}
+        for unknown in sorted(given - set(listed)):
+            raise ConfigError(
+                "not_listed", f"{field}: {printable(unknown)} is no file name of a site in the federation"
+            )
+        return [listed[name] for name in sorted(given)]
+
+    def check(self, federation: FederationFile) -> None:
+        """Refuse sites that are not there, and a quorum that so many sites cannot reach."""
+        self.sites("trust", federation)
+        sites = len(federation.clients) - len(self.sites("without", federation))
+        if self.quorum > sites:
+            raise ConfigError("quorum", f"--quorum {self.quorum}: of the federation {sites} sites take part")
 
 
 P = TypeVar("P", bound=MachineSettings)

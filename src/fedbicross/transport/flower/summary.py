@@ -19,6 +19,8 @@ class Summary:
     delivered: dict[str, str] = field(default_factory=dict)  # what each site did with its reply
     undelivered: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # codes of what was refused, in order
-    declined: dict[str, str] = field(default_factory=dict)  # sites whose own policy refuses, and its code
+    declined: dict[str, str] = field(
+        default_factory=dict
+    )  # sites whose own policy refuses, or that the operator left out, and a code
     complete: bool = False
     error: str = ""  # what ended the run before that

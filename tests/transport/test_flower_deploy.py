@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,44 @@ def test_a_run_that_delivered_less_than_it_made_is_no_success(
     assert isinstance(done.exception, RunError)
     assert (done.exception.code, done.exception.exit_status) == ("undelivered", 4)
     assert "south" in str(done.exception)
+
+
+def test_what_the_operator_decides_is_handed_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbicross.cli.app import app
+
+    given: list[tuple[Any, ...]] = []
+
+    def run(
+        work: Path, options: RunOptions, say: Any, trust: Sequence[str] = (), without: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        given.append((work, options, list(trust), list(without)))
+        names: dict[str, Any] = {name: {} for name in ("delivered", "unusable", "declined")}
+        return names | {name: [] for name in ("missing", "late", "undelivered")}
+
+    monkeypatch.setattr(deploy, "run", run)
+    asked = "--work w --hold-on-notes --trust north --trust south --without east --quorum 2 --deadline-hours 2"
+    for words in (asked.split(), []):
+        assert CliRunner().invoke(app, ["flower", "run", *words]).exit_code == 0
+    chosen = RunOptions(hold_on_notes=True, quorum=2, deadline_seconds=7200)
+    decided, default = given
+    assert decided == (Path("w"), chosen, ["north", "south"], ["east"])
+    assert default[1:] == (RunOptions(), [], [])
+
+
+def test_the_names_of_sites_travel_with_the_run(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    flower, seen = Flower(ready, ["finished:completed"], error="", undelivered=[]), list[RunOptions]()
+
+    def run_once(work: Path, options: RunOptions, summary: Path, say: Any) -> tuple[str, str]:
+        seen.append(options)
+        return flower.run_once(work, options, summary, say)
+
+    monkeypatch.setattr(deploy, "_run_once", run_once)
+    deploy.run(ready.folder / "work", RunOptions(hold_on_notes=True), silent, trust=["north"])
+    with refuses(ConfigError, "not_listed", "nobody"):
+        deploy.run(ready.folder / "work", RunOptions(), silent, without=["nobody"])
+    with refuses(ConfigError, "quorum", "of the federation 0 sites"):
+        deploy.run(ready.folder / "work", RunOptions(quorum=1), silent, without=["north"])
+    assert seen == [RunOptions(hold_on_notes=True, trust=file_name("north"))]
 
 
 def test_what_answers_took_in_the_database_is_given_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
@@ -27,7 +27,7 @@ from fedbicross.messages import Upload
 from fedbicross.transport import files
 from fedbicross.transport.flower import client, envelope, server
 from fedbicross.transport.flower.server import OneShot
-from fedbicross.transport.flower.settings import RunOptions
+from fedbicross.transport.flower.settings import SERVER_FILE, RunOptions
 from small import refuses, tiny_clients
 from transport.sites import Sites, make_sites
 
@@ -491,6 +491,54 @@ def test_options_of_a_run_name_sites_that_there_are(federation) -> None:
     for given in ({"quorum": 4}, {"quorum": 3, "without": "client-0"}):
         with refuses(ConfigError, "quorum"):
             RunOptions.from_run_config(given).check(federation)
+
+
+@pytest.fixture
+def superlink(federation, tmp_path, monkeypatch) -> Path:
+    """What `flower up` leaves in the environment of the app; its work folder."""
+    keys.save_private_key(tmp_path / "server.key", SERVER_KEY)
+    (tmp_path / "federation.toml").write_text(files.federation_text(federation))
+    places = {"federation": "federation.toml", "key": "server.key", "work": "work"}
+    lines = [f'{name} = "{tmp_path / file}"\n' for name, file in places.items()]
+    (tmp_path / "server.toml").write_text("".join(lines) + 'device = "cpu"\n')
+    monkeypatch.setenv(SERVER_FILE, str(tmp_path / "server.toml"))
+    return tmp_path / "work"
+
+
+def start(run_config: dict[str, Any], *nodes: Node) -> None:
+    """The app itself, as Flower calls it."""
+    grid = PlayedGrid({100 + number: node for number, node in enumerate(nodes)}, Clock())
+    context = Context(7, 1, {}, RecordDict(), {"poll-seconds": 0.01, "grace-seconds": 0.0, **run_config})
+    server.app(grid, context)
+
+
+def test_what_the_operator_decided_reaches_the_fusion(federation, uploads, superlink, monkeypatch) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    def fuse(agreed: files.FederationFile, paths: Any, folder: Path, key: Any, log: Any, **choices: Any) -> Any:
+        given.append((agreed, sorted(paths), folder, keys.public_text(key), choices))
+        return dict.fromkeys(paths, b"reply")
+
+    monkeypatch.setattr(server, "fuse_uploads", fuse)
+    trust, without = (files.file_name(name) for name in ("client-1", "client-0"))
+    start({"hold-on-notes": True, "trust": trust, "without": without, "quorum": 1}, *all_well(uploads))
+    start({}, *all_well(uploads))
+    (decided, names, folder, key, chosen), (*_, default) = given
+    assert decided == federation and key == federation.server
+    assert folder == superlink / federation.run_id / "server"
+    assert names == ["client-1", "client-2"], "client-0 was left out"
+    assert chosen == {"hold_on_notes": True, "trust": ["client-1"], "quorum": 1, "device": "cpu"}
+    assert default == {"hold_on_notes": False, "trust": [], "quorum": None, "device": "cpu"}
+    summary = json.loads((superlink / federation.run_id / "flower.json").read_text())
+    assert summary["flower_run"] == 7 and summary["complete"]
+
+
+def test_a_run_with_sites_that_there_are_not_asks_nobody(federation, uploads, superlink) -> None:
+    nodes = all_well(uploads)
+    with refuses(ConfigError, "not_listed"):
+        start({"without": "nobody"}, *nodes)
+    assert not any(node.asked for node in nodes)
+    assert "not_listed" in (superlink / "flower.log").read_text()
 
 
 def test_a_refusing_node_that_nobody_registered_speaks_for_no_site(federation, uploads, tmp_path) -> None:

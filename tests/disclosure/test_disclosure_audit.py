@@ -17,6 +17,7 @@ from fedbicross.disclosure import shadows, statement
 from fedbicross.disclosure.audit import Findings, audit
 from fedbicross.disclosure.effort import Effort, effort
 from fedbicross.disclosure.policy import worst_advantage, worst_auc
+from fedbicross.engine import private
 from fedbicross.engine.recipe import PrivateTraining
 from fedbicross.errors import ConfigError, DataError
 from fedbicross.messages import Client, Upload
@@ -100,15 +101,19 @@ def test_canaries_say_nothing_where_nothing_was_learnt() -> None:
 
 
 @pytest.mark.slow
-def test_canaries_stay_below_what_private_training_claims() -> None:
-    """DP-SGD by the same hands, with labels that nothing but memory could know."""
+@pytest.mark.parametrize("noise", [True, False], ids=["noise", "none"])
+def test_canaries_tell_private_training_from_one_without_noise(noise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DP-SGD by the same hands, with labels that nothing but memory could know. Without its noise it is found out, so
+    that a claim which does not hold would be."""
     pytest.importorskip("opacus")
-    for epsilon in (0.5, 2.0):
-        ctx = context(epochs=5, dp=PrivateTraining(epsilon=epsilon))
-        upload = pipeline.make_upload(METHOD, people()["site"], ctx, "site")
-        found = audit(METHOD, upload, people()["site"], people()["held out"], ctx, SMALL)
-        assert upload.privacy is not None
-        assert found.public["canaries"]["epsilon"] <= upload.privacy.epsilon <= epsilon
+    if not noise:
+        noisy = private.noisy
+        monkeypatch.setattr(private, "noisy", lambda sums, source, scale, batch: noisy(sums, source, 0.0, batch))
+    ctx = context(dp=PrivateTraining(epsilon=0.5, max_grad_norm=10.0))
+    upload = pipeline.make_upload(METHOD, people()["site"], ctx, "site")
+    found = audit(METHOD, upload, people()["site"], people()["held out"], ctx, SMALL).public["canaries"]
+    assert upload.privacy is not None and upload.privacy.epsilon <= 0.5
+    assert found["epsilon"] <= upload.privacy.epsilon if noise else found["epsilon"] > 1
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from fedbicross.disclosure.policy import AuditRule, Policy
 from fedbicross.errors import ConfigError, PolicyError, UploadError
 from fedbicross.messages import Client, Upload
 from fedbicross.methods.fedavg import FedAvg
+from fedbicross.privacy import ledger
 from fedbicross.runs.store import DiskStore
 from fedbicross.transport import files, site_audit
 from small import refuses, tiny_clients
@@ -45,10 +46,12 @@ def make(sites: Sites, work: Path, policy: Policy | None, said: Said | None = No
 
 
 def refused(sites: Sites, work: Path, policy: Policy) -> str:
+    entered = ledger.read(work / ledger.NAME)
     with pytest.raises(PolicyError) as caught:
         make(sites, work, policy)
     assert not (work / files.SENT).exists()
     assert not any(_is_upload(data) for data in everything(work).values())
+    assert ledger.read(work / ledger.NAME) == entered, "what stays here was given to nobody"
     return caught.value.code
 
 

@@ -17,6 +17,7 @@ from fedbicross.errors import ConfigError, FedBiCrossError, MethodError, UploadE
 from fedbicross.federation import simulate
 from fedbicross.messages import Predictor, Reply, Upload
 from fedbicross.methods import create
+from fedbicross.methods.analytic import Analytic
 from fedbicross.methods.fedavg import FedAvg
 from fedbicross.parts import gate, local
 from fedbicross.transport import files
@@ -24,12 +25,23 @@ from imports import SOURCE
 from small import code_of, refuses, tiny_clients, tiny_context, with_tensor
 from transport.sites import Sites, make_sites
 
+
+def overflowing(upload: Upload) -> Upload:
+    """Every weight is within its limits, and the answers are none."""
+    full = {name: torch.full_like(value, 1e6) for name, value in upload.tensors.items() if name.endswith("weight")}
+    flat = {
+        name: torch.full_like(value, 1e-12) for name, value in upload.tensors.items() if name.endswith("running_var")
+    }
+    return replace(upload, tensors={**upload.tensors, **full, **flat})
+
+
 FORGERIES: dict[str, Callable[[Upload], Upload]] = {
     "extra_tensor": lambda upload: with_tensor(upload, "a_patient", torch.ones(3)),
     "missing_tensor": lambda upload: replace(
         upload, tensors={name: value for name, value in upload.tensors.items() if name != "head.bias"}
     ),
     "magnitude": lambda upload: with_tensor(upload, "head.bias", torch.full((3,), 1e9)),
+    "answers": overflowing,
     "manifest": lambda upload: replace(upload, extra={"patients": "A, B and C"}),
     "class_counts": lambda upload: replace(upload, class_counts=[10, 20], num_samples=30),
     "needs_num_samples": lambda upload: replace(upload, num_samples=None),
@@ -65,6 +77,31 @@ def test_every_carrier_has_the_same_door(
     assert code_of(FedBiCrossError, files.make_upload, agreed, client, key, tmp_path) == name  # at the site
     with refuses(FedBiCrossError, name, client.name):  # in a simulation
         simulate(agreed.build(), sites.clients, sites.simulation())
+
+
+def test_who_differs_from_the_others_is_told_the_same_by_every_carrier(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not one file shows it, but all of them together: each is taken by itself."""
+    sites = make_sites("analytic", settings={"encoder": "tiny"}, class_counts={"smallest": 0})
+    agreed, ctx, bad = sites.federation, sites.simulation(), sites.clients[1].name
+    sent = {client.name: agreed.build().upload(client, ctx) for client in sites.clients}
+    other = {**sent[bad].extra["encoder"], "digest": "0" * 64}
+    sent[bad] = replace(sent[bad], extra={**sent[bad].extra, "encoder": other})
+    monkeypatch.setattr(Analytic, "upload", lambda self, client, ctx, previous=None: sent[client.name])
+    monkeypatch.setattr(Analytic, "fuse", lambda *given: pytest.fail("was fused"))
+    paths = [tmp_path / f"{name}.safetensors" for name in sent]
+    for (name, upload), path in zip(sent.items(), paths, strict=True):
+        same = {"run_id": agreed.run, "agreement": agreed.agreement}
+        path.write_bytes(sign(replace(upload, **same).pack(), sites.client_keys[name]))
+        files.verify_upload(agreed, path.read_bytes())
+
+    looked_at = {path.stem: error for path, _, error in files.verify_files(agreed, paths) if error}
+    received = files.receive(agreed, {path.stem: path for path in paths}).refused
+    for refused in (looked_at, {name: one.error for name, one in received.items()}):  # at the server
+        assert {name: error.code for name, error in refused.items()} == {bad: "encoder_mismatch"}
+    with refuses(UploadError, "encoder_mismatch", bad):  # in a simulation
+        simulate(agreed.build(), sites.clients, ctx)
 
 
 def test_an_architecture_that_the_method_cannot_mix_is_refused_at_the_door(honest: dict[str, Upload]) -> None:

@@ -97,6 +97,7 @@ CASES: list[tuple[str, Callable[[Upload], Upload], str]] = [
     ("falcon", other_encoder, "encoder_mismatch"),
     ("fedcgs", other_encoder, "encoder_mismatch"),
     ("fedpft", other_encoder, "encoder_mismatch"),
+    ("analytic", other_encoder, "encoder_mismatch"),
     ("fedcgs", wider, "feature_width"),
     ("fedcgs", full("gram", 1e300), "magnitude"),
     ("fedcgs", no_moments, "bad_statistics"),

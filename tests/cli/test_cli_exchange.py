@@ -298,6 +298,20 @@ def test_a_pipe_on_the_stick_is_not_waited_for(hospitals: Path) -> None:
 # --- client --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_images_is_not_waited_for(hospitals: Path) -> None:
+    words = ("client", "train", "--key", "north.key", "--out", "north.safetensors", "--data")
+    with chdir(hospitals / "north"):
+        for name in ("pipe.png", "pipe.dcm", "pipe"):
+            os.mkfifo(Path("images") / CLASSES[0] / name)
+        ok(*words, "images")  # the images are the same, and the upload is there
+        Path("list.csv").write_text(f"path,label\nimages/{CLASSES[0]}/pipe.png,{CLASSES[0]}\n")
+        assert "error[not_a_file]" in call(*words, "list.csv").err
+        for name, code in (("own", "unknown_format"), ("own.npz", "missing_file"), ("own.csv", "not_a_file")):
+            os.mkfifo(name)
+            assert f"error[{code}]" in call(*words, name).err
+
+
 def test_training_again_costs_nothing_and_overwrites_nothing(hospitals: Path) -> None:
     words = ("client", "train", "--data", "images", "--key", "north.key", "--out", "north.safetensors")
     with chdir(hospitals / "north"):

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -212,6 +213,21 @@ def test_stopped_before_anything_was_begun(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("fedbicross.runs.runner.prepare", stop)
     stopped = call("run", config_file(tmp_path), "--out", tmp_path / "out")
     assert (stopped.code, stopped.err) == (130, "stopped; the same command again goes on\n")
+
+
+def test_a_thousand_classes_do_not_fill_the_disk(tmp_path: Path) -> None:
+    """A confusion matrix alone would be a million numbers, for each client under each protocol."""
+    labels = {f"{split}_labels": 999 - np.arange(n)[:, None] % 60 for split, n in (("train", 120), ("test", 60))}
+    images = {f"{split}_images": np.zeros((n, 8, 8, 3), np.uint8) for split, n in (("train", 120), ("test", 60))}
+    for number, image in enumerate(images["train_images"]):
+        image[:] = number  # no two of them alike
+    images["test_images"][:] = 120 + np.arange(60, dtype=np.uint8)[:, None, None, None]
+    many = write_npz(tmp_path / "many.npz", **labels, **images)
+    config = config_file(tmp_path, CONFIG.replace("train_size = 60\ntest_size = 30\n", ""))
+    chosen = ("--methods", "local_only", "--clients", "2", "--out", tmp_path / "out")
+    assert "1000 classes" in ok("run", config, "--data", many, *chosen).err
+    for file, most in (("results.json", 150_000), ("report.html", 150_000), ("events.jsonl", 50_000)):
+        assert (tmp_path / "out" / file).stat().st_size < most, file
 
 
 def test_images_of_another_size(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_what_is_not_covered_is_said() -> None:
     assert "class counts" not in " ".join(body(counts=None)["not_covered"])
     assert "Nothing was measured" in body({"kind": "not_audited"})["not_covered"][0]
     assert body({"kind": "not_audited"})["covered"] == []
+
+
+def test_what_satre_asks_for_is_answered_point_by_point() -> None:
+    """By number, so that whoever collects statements finds the answers again."""
+    text, page = statement.sign(body(), KEY)
+    rows = statement.verify(text, ALLOWED)["satre_3_3_07"]
+    asked = ("documented policy", "memorised records", "export of models", "person who checks")
+    assert all(word in row[0] for word, row in zip(asked, rows, strict=True))
+    assert [row[1].partition(" ")[0] for row in rows] == ["In", "Measured:", "Yes:", "Not"]
+    assert all(len(row) == 2 and html.escape(row[0]) in page.decode() for row in rows)
 
 
 def changed(text: bytes, path: tuple[str, ...], value: Any) -> bytes:

@@ -495,6 +495,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "poison": measured.poison,
     "privacy": measured.privacy,
     "private-training": measured.private_training,
+    "audit-time": measured.audit_time,
     "longer": measured.longer,
     "stages": measured.stages,
     "bench": benched.overview,

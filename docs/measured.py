@@ -628,6 +628,16 @@ def privacy(what: str, page: Path, root: Path) -> str:
     return f"{table(('ε', 'features', *places), rows, 'll' + 'r' * len(places))}\n\n{about}"
 
 
+def audit_time(what: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.audit`: one line."""
+    file, found = read_stored(root, "privacy/audit-time.json")
+    each = ", ".join(f"{row['model']} {row['seconds']:.0f} s" for row in found["rows"])
+    return (
+        f"With `--quick`, measured: {each} ({found['size']} pixels, {found['images']:,} images, {found['threads']} "
+        f"threads of an {found['versions']['cpu']}; from [`audit-time.json`]({link(file, page)}))."
+    )
+
+
 def private_training(what: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.private_training`: alone, with noise, together, and behind the gate."""
     file = root / "results" / "privacy" / f"{what}.json"
@@ -661,6 +671,8 @@ def private_training(what: str, page: Path, root: Path) -> str:
             f"the best of {len(found['development']) // len(found['chosen'])} on images that one site of "
             f"{found['developed_on']} held back. "
         )
+    if len({line["sites"] for line in found["summary"]}) > 1:
+        about += "A site too small for any class to be told from the noise has no such model, and is not in that mean. "
     versions = found["versions"]
     about += f"Raw results: [`{what}.json`]({link(file, page)}), {versions['device']}, torch {versions['torch']}."
     return f"{table(('model', 'ε', *titles), rows, 'll' + 'r' * len(places))}\n\n{about}"
@@ -691,6 +703,7 @@ def poison(what: str, page: Path, root: Path) -> str:
         return _trigger(page, root)
     file, found = read_stored(root, "benchmarks/poison.json")
     blocks = {"attacks": _attacks, "personal": _personal_under_attack, "hostile": _hostile, "doors": _doors}
+    blocks["half"] = _half
     made = blocks[what](found) if what in blocks else _honest(found[what])  # "honest" or "fresh"
     return made + (f"\n\nMade by `python -m benchmarks.poison`; raw results: [`poison.json`]({link(file, page)}).")
 
@@ -707,6 +720,7 @@ def _rules() -> str:
             f"under {d.LEAST_START:g} of the others', where these keep over {d.CLEAR_START:g}",
             "left out",
         ),
+        ("features of a frozen encoder", f"over {d.MOST_LENGTH:g} times as long as the others'", "left out"),
         ("images claimed", f"over {d.MOST_SEEN:g} times those in the batches that the network counted", "left out"),
         ("images claimed", f"over {d.MOST_CLAIMED:,.0f} times the others'", "left out"),
         ("images claimed", f"over {d.MOST_IMAGES:g} times", "they count for no more"),
@@ -751,7 +765,26 @@ def _attacks(found: Mapping[str, Any]) -> str:
             opened = ", ".join(f"{_percent(b[False]['opened'])} / {_percent(b[True]['opened'])}" for b in both)
         rows.append((attack, *(_outcome(b) for b in both), opened))
     header = ("attacker's upload", *(f"`{method}`" for method in methods), "back door opens, in this order")
-    return table(header, rows, "l" + "r" * len(methods) + "l")
+    return f"{table(header, rows, 'l' + 'r' * len(methods) + 'l')}\n\n{_beyond_the_rules(found)}"
+
+
+def _beyond_the_rules(found: Mapping[str, Any]) -> str:
+    """Which attacks are not left out although they cost honest sites more than 3 points."""
+    rows = {(row["method"], row["attack"]): row for row in found["attacks"] if row["defended"]}
+
+    def worst(beside: str) -> str:
+        listed = []
+        for (method, attack), row in rows.items():
+            lost = 100 * (rows[method, beside]["accuracy"] - row["accuracy"])
+            gone = row["refused"] or any(note["attacker"] and note["left_out"] for note in row["notes"])
+            if lost > 3 and not gone and attack not in ("honest", "left out"):
+                listed.append(f"{attack} (`{method}`: {lost:.1f})")
+        return "; ".join(listed) or "nothing"
+
+    return (
+        "With the rules more than 3 points below the federation in which that site is honest, and not left out by name: "
+        f"{worst('honest')}. More than 3 points below the one without that site, and not left out: {worst('left out')}."
+    )
 
 
 def _outcome(both: Mapping[bool, Any]) -> str:
@@ -768,23 +801,58 @@ def _percent(share: float) -> str:
 
 
 def _personal_under_attack(found: Mapping[str, Any]) -> str:
+    """Means over honest sites; the largest loss of any; how many used the shared model."""
     rows = []
-    mine = [row for row in found["attacks"] if "personal" in row]
-    for off in (row for row in mine if not row["defended"]):
-        on = next(row for row in mine if row["defended"] and row["attack"] == off["attack"])
-        rows.append((off["attack"], *(f"{100 * v:.1f}" for v in (off["alone"], off["personal"], on["personal"]))))
-    return table(("attacker's upload", "alone", "primum, trusting", "primum"), rows, "lrrr")
+    made = {(row["method"], row["attack"], row["defended"]): row for row in found["personal"]}
+    for method, attack in dict.fromkeys(key[:2] for key in made):
+        off, on = made[method, attack, False], made[method, attack, True]
+        cells = [f"{100 * _mean(off, 'alone'):.1f}"]
+        for row in (off, on):
+            sites = [site for site in row["sites"] if site["images"]]
+            worst = max(site["alone"] - site["personal"] for site in sites)
+            used = sum(site["let_in"] for site in sites)
+            cells += [f"{100 * _mean(row, 'personal'):.1f}", f"{100 * worst:+.1f}", f"{used} of {len(sites)}"]
+        doors = (_mean(off, "alone_opened"), _mean(off, "personal_opened"), _mean(on, "personal_opened"))
+        cells.append(" / ".join(map(_percent, doors)) if off["attack"].startswith("back door") else "")
+        rows.append((f"`{method}`", attack, *cells))
+    ways = [f"{way}{what}" for way in ("trusting", "defended") for what in ("", ": most lost", ": used by")]
+    header = ("method", "attacker's upload", "alone", *ways, "back door opens, in this order")
+    return table(header, rows, "ll" + "r" * 7 + "l")
+
+
+def _mean(row: Mapping[str, Any], what: str) -> float:
+    return float(np.mean([site[what] for site in row["sites"] if site["images"]]))
+
+
+def _half(found: Mapping[str, Any]) -> str:
+    """What a cap at half of all images costs honest federations, where it applies."""
+    methods = [name for name, value in found["half"][0].items() if isinstance(value, dict)]
+    rows = []
+    for name in dict.fromkeys(row["partition"] for row in found["half"]):
+        mine = [row for row in found["half"] if row["partition"] == name]
+        hit = [row for row in mine if any(row[method]["limited"] for method in methods)]
+        if hit:
+            lost = [", ".join(f"{100 * row[method]['lost']:.1f}" for row in hit) for method in methods]
+            rows.append((name, len(mine), len(hit), *lost))
+    header = ("federations", "how many", "limited", *(f"`{method}`: points lost in these" for method in methods))
+    return table(header, rows, "l" + "r" * (2 + len(methods)))
 
 
 def _doors(found: Mapping[str, Any]) -> str:
     """Accuracy on all test images, and how many marked ones are said to be of the attacker's class, by length."""
-    cases: dict[tuple[int, int], dict[str, str]] = {}
-    for row in found["doors"]:
-        case = cases.setdefault((row["steps"], row["seed"]), {})
-        case[row["upload"]] = f"{100 * row['accuracy']:.1f} / {100 * row['opened']:.0f}"
     kinds = ("honest", "left out", "back door")
-    rows = [(*case, *(shown[kind] for kind in kinds)) for case, shown in cases.items()]
+    rows = []
+    for steps in sorted({row["steps"] for row in found["doors"]}):
+        made = {(row["seed"], row["upload"]): row for row in found["doors"] if row["steps"] == steps}
+        seeds = sorted({seed for seed, _ in made})
+        rows += [(steps, seed, *(_door([made[seed, kind]]) for kind in kinds)) for seed in seeds]
+        rows.append((steps, "mean", *(f"**{_door([made[seed, kind] for seed in seeds])}**" for kind in kinds)))
     return table(("steps of an inversion", "seed", *kinds), rows, "rrrrr")
+
+
+def _door(rows: Sequence[Any]) -> str:
+    accuracy, opened = (100 * sum(row[name] for row in rows) / len(rows) for name in ("accuracy", "opened"))
+    return f"{accuracy:.1f} / {opened:.0f}"
 
 
 def _hostile(found: Mapping[str, Any]) -> str:

@@ -50,6 +50,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
     ),
     "benchmarks/soak.json": ("what made-up uploads, kills and damaged files do", "`make soak`"),
     "benchmarks/poison.json": ("attacks of one site, and honest federations", "`python -m benchmarks.poison`"),
+    "privacy/audit-time.json": ("seconds of an audit with `--quick`", "`python -m benchmarks.audit`"),
     "privacy/membership.json": (
         "membership inference on single networks, the student and the personal model",
         "`python -m benchmarks.membership --data-dir DIR`",

@@ -229,18 +229,24 @@ def waiting(_: str, page: Path, root: Path) -> str:
 
 
 def soak(_: str, page: Path, root: Path) -> str:
-    """What `make soak` found: uploads made up, verbs killed, files damaged."""
+    """What `make soak` found: uploads made up and fused, verbs killed, files damaged."""
     file, found = read_stored(root, "benchmarks/soak.json")
     fuzz, versions = found["fuzz"], found["versions"]
     wrong = f"{fuzz['refused']:,} refused with a code, {fuzz['accepted']:,} accepted, {fuzz['tracebacks']} tracebacks"
     first = f"**Uploads made up**: {fuzz['cases']:,} through the checks of {fuzz['methods']} methods: {wrong}."
+    if "fused" in fuzz:
+        tried = fuzz["fused"] + fuzz["refused_at_fusion"] + fuzz["fusion_failures"]
+        first += (
+            f" {tried:,} of those accepted were fused with two honest uploads: {fuzz['fused']:,} times finite replies, "
+            f"{fuzz['refused_at_fusion']:,} refused with a code, {fuzz['fusion_failures']} failures."
+        )
     killed = [row for row in found["kills"] if row["kills"]]
-    kills = [(f"`{row['verb']}`", *(str(row[key]) for key in ("kills", "same", "bad"))) for row in killed]
+    kills = [(f"`{r['verb']}`", *(str(r.get(key, 0)) for key in ("kills", "same", "refused", "bad"))) for r in killed]
     counted = ("files", "cases", "refused", "same", "silent", "tracebacks", "hangs")
     damage = [(f"`{row['verb']}`", *(str(row[key]) for key in counted)) for row in found["damage"]]
     head = ("verb", "files it may read", "damaged, one at a time", "refused with a code", "same result")
     tables = [
-        table(("verb", "killed", "run again: the same result", "anything else"), kills, "lrrr"),
+        table(("verb", "killed", "run again: the same result", "refused plainly", "anything else"), kills, "lrrrr"),
         table((*head, "another result, silently", "tracebacks", "hangs"), damage, "lrrrrrrr"),
     ]
     made = (

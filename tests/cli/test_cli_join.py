@@ -90,6 +90,11 @@ def test_the_whole_way(sites: Path) -> None:
             assert comparison["keep"] in ("federated", "alone")
             before = snapshot(Path("model"))
             assert "finished: model" in join_as(name).out and snapshot(Path("model")) == before
+    with chdir(sites / "north"):
+        file = Path("model/model.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        spoilt = join_as("north")
+        assert (spoilt.code, "error[digest]" in spoilt.err, "finished" in spoilt.out) == (5, True, False)
     words = ok("federation", "status", "--post", sites / "post").out
     assert "run cells-1, quorum 2" in words and "next: each site with a reply" in words
 

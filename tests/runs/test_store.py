@@ -98,6 +98,13 @@ def test_a_line_of_the_log_that_was_changed_is_refused(tmp_path: Path) -> None:
         assert [event["seconds"] for event in folder.events()] == [1.5, 3.5], "a cut line is not one that was changed"
 
 
+@pytest.mark.parametrize("make", ["mkfifo", "mkdir"])
+def test_a_log_that_is_no_file_is_refused_and_not_waited_for(make: str, tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        getattr(os, make)(tmp_path / "events.jsonl")
+        assert code_of(RunError, folder.clean) == "damaged"
+
+
 def test_what_was_not_written_is_not_loaded(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     store.save("rows/a.json", b"{}")

@@ -62,6 +62,7 @@ def join(
     if out.exists():
         if deploy.folder.read_settings(out)["origin"].get("run") != agreed.run:
             raise RunError("exists", f"{out} holds the model of another run; choose another --out")
+        deploy.folder.load_model(out)  # whatever is wrong with it is said
         print(f"finished: {out} (read {out / deploy.folder.CARD} before you use it)")
         return
     reply = travel.reply(who)

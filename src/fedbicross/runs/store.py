@@ -152,6 +152,8 @@ class RunFolder:
                 whole = log.read_bytes().rfind(b"\n") + 1
                 if whole != log.stat().st_size:
                     os.truncate(log, whole)  # a line that a kill cut off
+            elif log.exists():  # a pipe would be waited for
+                raise RunError("damaged", f"{log} is not a regular file; delete it, and times are no longer told")
             for leftover in self.path.rglob(f"{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
             for content in (self.path / OBJECTS).glob("*"):

@@ -788,7 +788,7 @@ def _beyond_the_rules(found: Mapping[str, Any]) -> str:
         return "; ".join(listed) or "nothing"
 
     return (
-        "With the rules more than 3 points below the federation in which that site is honest, and not left out by name: "
+        "With the rules more than 3 points below the federation in which that site is honest, and not left out: "
         f"{worst('honest')}. More than 3 points below the one without that site, and not left out: {worst('left out')}."
     )
 

@@ -779,13 +779,13 @@ def _beyond_the_rules(found: Mapping[str, Any]) -> str:
     rows = {(row["method"], row["attack"]): row for row in found["attacks"] if row["defended"]}
 
     def worst(beside: str) -> str:
-        listed = []
+        lost: dict[str, list[str]] = {}
         for (method, attack), row in rows.items():
-            lost = 100 * (rows[method, beside]["accuracy"] - row["accuracy"])
+            points = 100 * (rows[method, beside]["accuracy"] - row["accuracy"])
             gone = row["refused"] or any(note["attacker"] and note["left_out"] for note in row["notes"])
-            if lost > 3 and not gone and attack not in ("honest", "left out"):
-                listed.append(f"{attack} (`{method}`: {lost:.1f})")
-        return "; ".join(listed) or "nothing"
+            if points > 3 and not gone and attack not in ("honest", "left out"):
+                lost.setdefault(attack, []).append(f"`{method}` {points:.1f}")
+        return "; ".join(f"{attack} ({', '.join(each)})" for attack, each in lost.items()) or "nothing"
 
     return (
         "With the rules more than 3 points below the federation in which that site is honest, and not left out: "

@@ -60,6 +60,17 @@ def test_a_stale_block_is_noticed_and_an_unknown_one_refused() -> None:
     assert done.stdout == "refused\n", done.stderr
 
 
+def test_no_line_is_lost() -> None:
+    """MyST takes a line that begins with a percent sign for a comment and leaves it out, with what follows on it."""
+    lost = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        for line in without_code(page.read_text(encoding="utf-8")).splitlines()
+        if line.startswith("%")
+    ]
+    assert not lost
+
+
 @names
 def test_links_lead_somewhere(page: Path) -> None:
     for picture, link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):

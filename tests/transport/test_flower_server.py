@@ -472,13 +472,64 @@ def test_a_file_that_is_still_being_copied_is_looked_at_again(on_features, tmp_p
     assert done.summary["delivered"] == {"client-1": "model_made"} and done.summary["undelivered"] == ["client-2"]
 
 
-def test_an_expired_agreement_ends_the_run_with_its_name(federation, uploads, tmp_path) -> None:
+def test_an_expired_agreement_ends_the_run_at_once_and_by_its_name(federation, uploads, tmp_path) -> None:
     (tmp_path / "uploads").mkdir()
     (tmp_path / "uploads/client-0.safetensors").write_bytes(uploads["client-0"])
     expired = federation.model_copy(update={"expires": "2020-01-01"})
     with pytest.raises(FedBiCrossError):
-        play(expired, tmp_path, Node([silent]), deadline_seconds=50.0)
+        play(expired, tmp_path, Node([silent]))
     assert "expired" in play.last.summary["error"]  # type: ignore[attr-defined]
+    assert play.last.clock.now - play.last.began < 60  # type: ignore[attr-defined]
+
+
+def test_no_upload_is_given_up_because_the_memory_was_full(federation, uploads, tmp_path, monkeypatch) -> None:
+    (tmp_path / "uploads").mkdir()
+    for name, data in uploads.items():
+        (tmp_path / "uploads" / f"{name}.safetensors").write_bytes(data)
+    verify, full = server.verify_upload, [RunError("out_of_memory", "full"), MemoryError()]
+
+    def full_at_first(*given: Any) -> Upload:
+        if full:
+            raise full.pop()
+        return verify(*given)
+
+    monkeypatch.setattr(server, "verify_upload", full_at_first)
+    done = play(federation, tmp_path, *all_well(uploads))
+    assert done.summary["delivered"] == dict.fromkeys(KEYS, "model_made") and not full
+
+
+def test_a_site_that_is_left_out_stays_so_and_is_not_asked(federation, uploads, tmp_path) -> None:
+    """Its node refuses by its own policy, and an upload of an earlier run is still here."""
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads/client-0.safetensors").write_bytes(uploads["client-0"])
+    _, one, two = all_well(uploads)
+    registered, other = (Node([says(code="policy_count")], name=name) for name in ("client-0", "elsewhere"))
+    done = play(federation, tmp_path, registered, other, one, two, without="client-0")
+    assert done.fused == [["client-1", "client-2"]] and registered.asked == []
+    assert done.summary["declined"]["client-0"] == "left_out"
+
+
+def test_who_takes_part_in_a_begun_fusion_cannot_be_left_out(on_features, tmp_path) -> None:
+    sites, honest, _ = on_features
+    fuse = real_fuse(sites, tmp_path)
+    play(sites.federation, tmp_path, *all_well(honest), fuse=fuse, without="client-0")
+    again = play(sites.federation, tmp_path, *all_well(honest), fuse=fuse, without="client-0")
+    assert sorted(again.summary["delivered"]) == ["client-1", "client-2"], "the same command goes on"
+    with refuses(RunError, "begun", "client-1"):
+        play(sites.federation, tmp_path, *all_well(honest), fuse=fuse, without="client-1")
+
+
+def test_a_mended_upload_is_tried_though_nobody_else_came(tmp_path) -> None:
+    """One is left out for what sticks out, one is damaged, one never comes: the mended one makes the quorum."""
+    names = tuple(f"client-{place}" for place in range(5))
+    sites, nodes = with_a_loud_one(*names, quorum=3)
+    nodes[3].online_from, nodes[4].online_from = 1500.0, 1e9
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads/client-3.safetensors").write_bytes(b"damaged")
+    times = {"deadline_seconds": 50_000.0, "grace_seconds": 100.0}
+    done = play(sites.federation, tmp_path, *nodes, fuse=real_fuse(sites, tmp_path), **times)
+    assert {"client-1", "client-2", "client-3"} <= set(done.summary["delivered"])
+    assert done.clock.now - done.began < 1000
 
 
 def test_options_of_a_run_name_sites_that_there_are(federation) -> None:

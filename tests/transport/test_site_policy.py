@@ -79,6 +79,14 @@ def test_small_counts_are_refused_or_suppressed(tmp_path: Path) -> None:
     files.verify_upload(sites.federation, data)
 
 
+def test_what_cannot_do_without_the_suppressed_counts_names_the_policy(tmp_path: Path) -> None:
+    """Sums of features are of these very images: without the counts nobody could read them."""
+    sites = make_sites("fedcgs", settings={"encoder": "tiny"}, class_counts={"smallest": 0})
+    labels = np.array([0] * 3 + [1] * 9 + [2] * 12)
+    sites.clients[0] = Client("client-0", sites.clients[0].images, labels)
+    assert refused(sites, tmp_path / "work", Policy(smallest_count=4, below="suppress")) == "policy_count"
+
+
 def test_an_upload_that_fails_its_audit_is_not_written(sites: Sites, tmp_path: Path) -> None:
     work = tmp_path / "work"
     assert refused(sites, work, NEVER) == "policy_audit"

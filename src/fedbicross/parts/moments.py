@@ -73,8 +73,9 @@ def check_upload(config: PooledConfig, upload: Upload) -> None:
         _check_lengths(config, upload, counts, config.clip)
     given = statistics(upload)
     if config.epsilon is None:
-        # What float64 rounds off is far below this, and what passes is far below any ridge.
-        scatter, slack = steps.scatter_within(given), 1e-14 * width * float(_squares(upload).max())
+        # What float64 rounds off in sums of so many numbers is below this, and what passes is far below any ridge.
+        rounding = torch.finfo(wide).eps * (50 * width + min(float(counts.sum()), 1e6))
+        scatter, slack = steps.scatter_within(given), rounding * float(_squares(upload).max())
     else:
         scatter = given.gram
         slack = _noise(config, config.clip or math.inf, GRAM, 2) * (math.sqrt(2 * width) + FAR)

@@ -205,21 +205,26 @@ def _binding_nobody(federation: FederationFile, ctx: Context, log: Path) -> Iter
     except (UploadError, MethodError) as error:
         _unbind(error, ctx, log)
         raise
-    except (FedBiCrossError, MemoryError, OSError):
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        # torch's word for a full memory and a lost GPU, too
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-            if engines.device.out_of_memory(error):
-                raise
-            going_on = "the same command goes on, and if it ends so again, leave a file out and use another --work"
-            failed = RunError("unexpected", f"{federation.method} ended with {what}; {going_on}")
-            audit.append(log, {"what": "failed", "code": failed.code, "reason": failed.args[0]})
-            raise failed from error
-        unforeseen = MethodError("unexpected", f"{federation.method} cannot work with these uploads ({what})")
+    except (
+        *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+        torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+    ) as error:
+        what = f"{federation.method} cannot work with these uploads ({type(error).__name__}: {error})"
+        unforeseen = MethodError("unexpected", what)
         _unbind(unforeseen, ctx, log)
         raise unforeseen from error
+    except (FedBiCrossError, OSError):
+        raise
+    except Exception as error:  # a full memory, a lost GPU, a worker that is gone
+        if engines.device.out_of_memory(error):
+            raise
+        failed = RunError(
+            "unexpected",
+            f"{federation.method} ended with {type(error).__name__}: {error}; the same command goes on, and if it ends "
+            "so again, leave a file out and use another --work",
+        )
+        audit.append(log, {"what": "failed", "code": failed.code, "reason": failed.args[0]})
+        raise failed from error
 
 
 def _unbind(error: FedBiCrossError, ctx: Context, log: Path) -> None:
@@ -334,6 +339,12 @@ def _as_before(
     for late in sorted(set(received.uploads) - set(out)):
         progress.say(f"late: {late} came after the fusion had begun and takes no part; another --work fuses anew")
     return out, begun.trusted
+
+
+def begun_with(work: Path) -> list[str]:
+    """The sites that take part in the fusion begun in this folder; none where none was."""
+    file = work / FUSION
+    return sorted(read_json(_Begun, file.read_bytes(), FUSION).uploads) if file.is_file() else []
 
 
 def _again(received: Received, name: str) -> bytes:

@@ -84,10 +84,16 @@ def make_upload(
         upload = replace(
             apply_counts(federation.class_counts, upload), run_id=federation.run, agreement=federation.agreement
         )
-        if policy is not None:
-            upload = policies.apply_counts(policy, upload)
-        data = sign(upload.pack(), key)
-        verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
+        leaving = upload if policy is None else policies.apply_counts(policy, upload)
+        data = sign(leaving.pack(), key)
+        try:
+            verify_upload(federation, data)  # what the server would refuse is refused here, before it travels
+        except UploadError as error:
+            if leaving is upload:
+                raise
+            way_on = "below = 'refuse', or a smaller smallest_count"
+            problem = f"{federation.method} needs the counts that the site's policy suppresses; {way_on} ({error})"
+            raise PolicyError("policy_count", problem) from None
         if policy is not None and policy.audit is not None and policy.audit.required:
             _audit_or_refuse(federation, client, held_out, key, data, ctx, policy)
         folder.store.save(SENT, data)

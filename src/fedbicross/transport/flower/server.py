@@ -6,6 +6,7 @@ on from there. What a node says is trusted no further than the signatures in the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +28,7 @@ from fedbicross.transport.flower.envelope import bundle_of, content, note_of
 from fedbicross.transport.flower.pending import PendingMessages
 from fedbicross.transport.flower.settings import LOG, LogFile, RunOptions, settings_of_superlink
 from fedbicross.transport.flower.summary import SUMMARY, Summary
-from fedbicross.transport.server import FUSION
+from fedbicross.transport.server import FUSION, begun_with
 
 UPLOADS = "uploads"
 SERVER_WORK = "server"  # where the fusion keeps what it needs to go on
@@ -43,7 +44,6 @@ _NODE_ERRORS = {  # Flower's numbers in words; its texts may hold anything
 }
 
 
-_LEFT_OUT = "left_out"  # by the operator
 _Stamp = tuple[int, int]  # when a file was changed last, and its size
 _Said = Mapping[str, Any] | FedBiCrossError  # what has to be the same in all uploads, or why one cannot be used
 
@@ -81,11 +81,10 @@ class OneShot:
         self.clock, self.sleep, self.patience = clock, sleep, patience
         self.sites: dict[int, Node] = {}  # by node
         self.replies: dict[str, bytes] = {}
+        self.left_out = set(options.sites("without", federation))
         self.said: dict[str, tuple[_Stamp, _Said]] = {}  # of each upload, as long as its file is this one
-        self.too_few: set[str] | None = None  # uploads of which the fusion left too many out
-        self.outcome = Summary(
-            federation.run, 0, declined=dict.fromkeys(options.sites("without", federation), _LEFT_OUT)
-        )
+        self.too_few: dict[str, _Stamp] | None = None  # uploads of which the fusion left too many out
+        self.outcome = Summary(federation.run, 0, declined=dict.fromkeys(self.left_out, "left_out"))
         self.began = self.last_news = clock()
 
     def run(self, grid: Grid) -> None:
@@ -93,12 +92,21 @@ class OneShot:
         count = len(self.federation.clients)
         self.say(f"run {self.federation.run}: {self.federation.method}, {count} sites, quorum {self.quorum}")
         try:
+            self._check_left_out()
             self._round(PendingMessages(grid, self.say, self.patience))
         except FedBiCrossError as error:
             self.outcome.error = str(error)
             self._end()
             raise
         self._end()
+
+    def _check_left_out(self) -> None:
+        settled = sorted(self.left_out.intersection(begun_with(self.folder / SERVER_WORK)))
+        if settled:
+            raise RunError(
+                "begun",
+                f"the fusion was begun with {', '.join(settled)}: go on without --without, or in another --work",
+            )
 
     def _round(self, pending: PendingMessages) -> None:
         while True:
@@ -121,7 +129,7 @@ class OneShot:
     def _ask_for_uploads(self, pending: PendingMessages) -> Iterable[Message]:
         """Ask every node that is online for its upload; it is also how a node shows which site it is."""
         for node in pending.nodes():
-            site = self.sites.setdefault(node.node_id, Node(node.name))
+            site = self.sites.setdefault(node.node_id, Node(node.name, declined=node.name in self.left_out))
             if site.name is None and self._may_ask(site):
                 yield self._question(MessageType.TRAIN, node.node_id)
 
@@ -169,12 +177,12 @@ class OneShot:
             raise UploadError("wrong_node", f"the node registered for {site.registered!r} sent {name!r}'s upload")
         if any(other.name == name for other in self.sites.values() if other is not site):
             raise UploadError("two_nodes", f"node {node} sent {name!r}'s upload, as another node did before")
-        if self.outcome.declined.get(name) == _LEFT_OUT:
+        if name in self.left_out:
             site.declined = True
             self.say(f"upload from {name}: not taken, since the operator leaves {name} out of this run")
             return
         path = self._path(name)
-        if not path.exists() or (path.read_bytes() != data and name in self._unusable() and not self._begun()):
+        if not path.is_file() or (path.read_bytes() != data and name in self._unusable() and not self._begun()):
             write_atomic(path, data)  # on arrival: from here on no crash can lose it
             self.said[name] = _stamp(path), self.method.must_agree(upload)
             self.last_news = self.clock()
@@ -207,7 +215,7 @@ class OneShot:
         if error.code.startswith(PolicyError.begins):
             site.declined = True
             if label in self.federation.clients and not self._other_node_of(label, site):
-                self.outcome.declined[label] = error.code
+                self.outcome.declined.setdefault(label, error.code)
             self.say(f"{label}: {error}; it is not asked again in this run")
             return
         pause = min(self.limits.retry_seconds * 2**site.failures, max(3600.0, self.limits.retry_seconds))
@@ -234,28 +242,30 @@ class OneShot:
         return self.folder / UPLOADS / f"{file_name(name)}.safetensors"
 
     def _uploads(self) -> dict[str, Path]:
-        left_out = {name for name, code in self.outcome.declined.items() if code == _LEFT_OUT}
-        paths = {name: self._path(name) for name in self.federation.clients if name not in left_out}
-        return {name: path for name, path in paths.items() if path.exists()}
+        paths = {name: self._path(name) for name in self.federation.clients if name not in self.left_out}
+        return {name: path for name, path in paths.items() if path.is_file()}
 
     def _unusable(self) -> dict[str, FedBiCrossError]:
         """Uploads that the fusion would refuse: damaged since they came, or unlike most others in what has to agree."""
-        said = {name: self._said(name, path) for name, path in self._uploads().items()}
+        said = {name: found for name, path in self._uploads().items() if (found := self._said(name, path)) is not None}
         damaged = {name: found for name, found in said.items() if isinstance(found, FedBiCrossError)}
         others = {name: found for name, found in said.items() if not isinstance(found, FedBiCrossError)}
         return {**damaged, **pipeline.who_differs(others)}
 
-    def _said(self, name: str, path: Path) -> _Said:
-        """What an upload says; read again only if the file has changed, as one that is still being copied does."""
+    def _said(self, name: str, path: Path) -> _Said | None:
+        """What an upload says; read again only if the file has changed, as one that is still being copied does.
+
+        None where it cannot be told now: the memory is full, or the file is gone.
+        """
         try:
             stamp = _stamp(path)
             if name not in self.said or self.said[name][0] != stamp:
                 upload = verify_upload(self.federation, read_file(path, UPLOAD))
                 self.said[name] = stamp, self.method.must_agree(upload)
-        except FedBiCrossError as error:
+        except (UploadError, MethodError) as error:
             self.said[name] = stamp, error
-        except FileNotFoundError:
-            return UploadError("missing", f"{name!r}'s upload is gone")
+        except (RunError, MemoryError, FileNotFoundError):
+            return None
         return self.said[name][1]
 
     def _begun(self) -> bool:
@@ -276,7 +286,7 @@ class OneShot:
                     "quorum", f"{usable} uploads can be used, {self.quorum} are needed; {self._lacking()}{hint}"
                 )
             return False
-        if self.too_few == set(uploads) and awaited and not over:
+        if awaited and not over and self.too_few == {name: _stamp(path) for name, path in uploads.items()}:
             return False
         return not awaited or over or now - self.last_news >= self.limits.grace_seconds
 
@@ -297,7 +307,7 @@ class OneShot:
                 if error.code != "quorum" or over or not self._awaited(set(self._unusable())):
                     raise
                 self.say(f"{error}; waiting for more")
-                self.too_few = set(uploads)
+                self.too_few = {name: _stamp(path) for name, path in uploads.items()}
                 return
             except RunError as error:  # the server of a run that was cut off may need a moment to go
                 if error.code != "locked" or over:
@@ -327,7 +337,8 @@ class OneShot:
     def _end(self) -> None:
         here, out = self._uploads(), self.outcome
         out.missing = [name for name in sorted(self.federation.clients) if name not in here]
-        out.unusable = {name: error.code for name, error in self._unusable().items() if name not in self.replies}
+        with contextlib.suppress(FedBiCrossError):  # what ended the run already
+            out.unusable = {name: error.code for name, error in self._unusable().items() if name not in self.replies}
         out.late = sorted(set(here) - set(self.replies) - set(out.unusable)) if self.replies else []
         out.undelivered = sorted(set(self.replies) - set(out.delivered))
         out.complete = bool(self.replies)

@@ -239,10 +239,10 @@ def test_killed_while_it_lets_go_of_the_uploads_no_old_reply_is_handed_out(
         patched.setattr(FedAvg, "fuse", failing)
         patched.setattr(DiskStore, "drop", killed)
         sites.fuse(sent, tmp_path)
+    del sent[BAD]
     with monkeypatch.context() as patched, refuses(MethodError, "unexpected"):
         patched.setattr(FedAvg, "fuse", failing)
         sites.fuse(sent, tmp_path)
-    del sent[BAD]
     assert sites.fuse(sent, tmp_path)["client-1"] != before["client-1"]
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from docs.parts import table
+from docs.parts import link, table
 from fedbicross.bench import publish
 from fedbicross.bench import table as bench_table
-from fedbicross.bench.cells import CellStatus
+from fedbicross.bench.cells import CellStatus, file_of
 from fedbicross.bench.suite import builtin
 from fedbicross.bench.table import Group, gain_text
 from fedbicross.methods import METHODS
 
 PAGE = "table.html"  # in docs/
+ALONE = ("local_only", "local_only:balanced", "local_only:both")
 NONE = "No cells are stored yet: `fedbicross bench run ours --out results/bench` makes them."
 
 
@@ -89,39 +92,139 @@ def primum_ingredients(_: str, page: Path, root: Path) -> str:
     return f"{table(titles, lines, 'llrrr')}\n\n{_made_by(found)}"
 
 
-def primum_default_length(_: str, page: Path, root: Path) -> str:
-    """Cells of the suite `primum` whose three models are there: own patients, and everybody's."""
-    del page
+Columns = Mapping[str, tuple[str, str, str]]  # method, kind of accuracy and protocol of each
+
+
+@dataclass(frozen=True)
+class PrimumCell:
+    """primum on one federation, beside training alone and its teacher."""
+
+    title: str
+    skew: str
+    seed: int
+    rows: Mapping[str, Mapping[str, Any]]  # by method
+    file: Path
+    machine: str
+
+    @property
+    def clients(self) -> int:
+        """N."""
+        return len(self.rows["primum"]["clients"])
+
+    @property
+    def length(self) -> str:
+        """How much the server computed."""
+        settings = self.rows["primum"]["settings"]
+        return f"{settings['pool']} × {settings['steps']}, {settings['steps_distil']}"
+
+    def numbers(self, columns: Columns) -> list[float]:
+        """In percent."""
+        rows = {**self.rows, "the better alone": self.rows[self.rows["primum"]["alone"]]}
+        return [100 * rows[method][kind][protocol] for method, kind, protocol in columns.values()]
+
+    def counts(self) -> tuple[int, int, int]:
+        """Hospitals with fewer right answers than by `local_only:both`, than by the better alone, and harmed ones."""
+        own, ours = (self.rows[name]["clients"] for name in ("local_only:both", "primum"))
+        pairs = [(b["accuracy"]["matched"], p["accuracy"]["matched"]) for b, p in zip(own, ours, strict=True)]
+        lower = sum(after is not None and after < before for before, after in pairs)
+        against = [client["against_alone"] for client in ours if client["against_alone"]]
+        return lower, sum(one["lost"] > one["won"] for one in against), self.rows["primum"]["clearly_harmed_clients"]
+
+
+PRIMUM_IN_FULL: Columns = {
+    "own patients: the better alone %": ("the better alone", "accuracy", "matched"),
+    "`local_only:both` %": ("local_only:both", "accuracy", "matched"),
+    "`primum` %": ("primum", "accuracy", "matched"),
+    "weighted by images: `local_only:both` %": ("local_only:both", "accuracy_weighted", "matched"),
+    "`primum`, weighted %": ("primum", "accuracy_weighted", "matched"),
+    "everybody's patients: the better alone %": ("the better alone", "accuracy", "global"),
+    "`ensemble:consensus` %": ("ensemble:consensus", "accuracy", "global"),
+    "`primum:student` %": ("primum:student", "accuracy", "global"),
+    "`primum`, everybody's %": ("primum", "accuracy", "global"),
+    "`primum`, classes that it has %": ("primum", "accuracy", "label_set"),
+}
+PRIMUM_IN_SHORT: Columns = {
+    "own patients: alone %": ("local_only:both", "accuracy", "matched"),
+    "with `primum` %": ("primum", "accuracy", "matched"),
+    "everybody's patients: alone %": ("local_only:both", "accuracy", "global"),
+    "`primum` there %": ("primum", "accuracy", "global"),
+    "its student %": ("primum:student", "accuracy", "global"),
+    "all networks together %": ("ensemble:consensus", "accuracy", "global"),
+}
+
+
+def _by_benchmark(root: Path) -> list[PrimumCell]:
+    """Cells of `python -m benchmarks.primum`."""
+    titles, found = {"bloodmnist": "BloodMNIST", "kermany_cxr_224": "Chest X-rays"}, []
+    for file in sorted((root / "results" / "primum").glob("*-*-*-*.json")):
+        made = json.loads(file.read_text(encoding="utf-8"))
+        data, alpha, _, seed = file.stem.split("-")
+        rows = {row["method"]: row for row in made["rows"]}
+        machine = f"{made['versions']['device']}, torch {made['versions']['torch']}"
+        found.append(PrimumCell(titles[data], f"α = {alpha}", int(seed), rows, file, machine))
+    return found
+
+
+def _by_suite(root: Path) -> list[PrimumCell]:
+    """Cells of the suite `primum` whose three models are there."""
     federations: dict[str, dict[str, CellStatus]] = {}
     for status in _of_primum(root):
         federations.setdefault(status.cell.federation, {})[status.cell.method] = status
-    shown, lines = [], []
+    found = []
     for cells in federations.values():
-        needed = {"primum", "primum:student", "ensemble:consensus"}
-        if not needed <= set(cells) or not set(cells["primum"].cell.alone) <= set(cells):
-            continue
-        shown += cells.values()
-        rows, cell = {method: _row(status) for method, status in cells.items()}, cells["primum"].cell
-        accuracy = {method: row["accuracy"] for method, row in rows.items()}
-        better = max((accuracy[name] for name in cell.alone), key=lambda one: one["matched"])
-        both, ours = accuracy["local_only:both"], accuracy["primum"]
-        own = [one["matched"] for one in (better, both, ours)]
-        others = accuracy["ensemble:consensus"], accuracy["primum:student"], ours
-        percent = [f"{100 * value:.1f}" for value in (*own, better["global"], *(one["global"] for one in others))]
-        pairs = zip(rows["local_only:both"]["clients"], rows["primum"]["clients"], strict=True)
-        lower = sum((b["accuracy"]["matched"] or 0) > (p["accuracy"]["matched"] or 0) for b, p in pairs)
-        skew = "IID" if cell.alpha is None else f"α = {cell.alpha:g}"
-        counts = f"{lower} / {rows['primum']['clearly_harmed_clients']}"
-        lines.append((f"{cell.title}, {skew}", cell.clients, cell.seed, *percent, counts))
-    names = [f"own patients: {name} %" for name in ("the better alone", "`local_only:both`", "`primum`")]
-    everybody = ("the better alone", "`ensemble:consensus`", "`primum:student`", "`primum`")
-    titles = ("data", "N", "seed", *names, *(f"everybody's: {name} %" for name in everybody), "lower / harmed")
-    return f"{table(titles, lines, 'l' + 'r' * 10)}\n\n{_made_by(shown)}"
+        if {"primum", "primum:student", "ensemble:consensus", *ALONE} <= set(cells):
+            rows, cell = {method: _row(status) for method, status in cells.items()}, cells["primum"].cell
+            skew = "IID" if cell.alpha is None else f"α = {cell.alpha:g}"
+            file, machine = file_of(cells_in(root), cell), _machines([cells["primum"]])
+            found.append(PrimumCell(cell.title, skew, cell.seed, rows, file, machine))
+    return found
+
+
+def _primum_cells(root: Path) -> list[PrimumCell]:
+    return sorted(_by_benchmark(root) + _by_suite(root), key=lambda one: (one.title, one.skew, one.clients, one.seed))
+
+
+def primum_cells(_: str, page: Path, root: Path) -> str:
+    """primum on every federation that is stored."""
+    lines: list[tuple[object, ...]] = []
+    found = _primum_cells(root)
+    for one in found:
+        name = f"[{one.title}, {one.skew}]({link(one.file, page)})"
+        numbers = (f"{value:.1f}" for value in one.numbers(PRIMUM_IN_FULL))
+        lines.append((name, one.clients, one.seed, one.length, *numbers, " / ".join(map(str, one.counts()))))
+    titles = ("data", "N", "seed", "images, student", *PRIMUM_IN_FULL, "lower / than the better / harmed")
+    machines = "; ".join(dict.fromkeys(one.machine for one in found))
+    return f"{table(titles, lines, 'l' + 'r' * (len(titles) - 1))}\n\nResNet-18, {machines}."
+
+
+def primum_means(how: str, page: Path, root: Path) -> str:
+    """Means over seeds of `primum_cells`; `short` for fewer columns."""
+    del page
+    groups: dict[tuple[object, ...], list[PrimumCell]] = {}
+    for one in _primum_cells(root):
+        groups.setdefault((f"{one.title}, {one.skew}", one.clients, one.length), []).append(one)
+    columns = PRIMUM_IN_SHORT if how == "short" else PRIMUM_IN_FULL
+    lines: list[tuple[object, ...]] = []
+    for (name, clients, length), group in groups.items():
+        means = (f"{fmean(values):.1f}" for values in zip(*(one.numbers(columns) for one in group), strict=True))
+        lower, than_better, harmed = (sum(values) for values in zip(*(one.counts() for one in group), strict=True))
+        counts = (lower, harmed) if how == "short" else (lower, than_better, harmed)
+        counted = f"{' / '.join(map(str, counts))} of {sum(one.clients for one in group)}"
+        lines.append((name, clients, *(() if how == "short" else (length,)), len(group), *means, counted))
+    titles = (
+        ("mean of", "hospitals", "seeds", *columns, "lower / harmed")
+        if how == "short"
+        else ("mean of", "N", "images, student", "seeds", *columns, "lower / than the better / harmed")
+    )
+    return table(titles, lines, "l" + "r" * (len(titles) - 1))
+
+
+def _machines(found: Sequence[CellStatus]) -> str:
+    files = [status.stored for status in found if status.stored is not None]
+    return "; ".join(dict.fromkeys(f"{one['device']}, torch {one['versions']['torch']}" for one in files))
 
 
 def _made_by(found: Sequence[CellStatus]) -> str:
-    files = [status.stored for status in found if status.stored is not None]
     networks = ", ".join(dict.fromkeys(status.cell.models for status in found))
-    machines = "; ".join(dict.fromkeys(f"{one['device']}, torch {one['versions']['torch']}" for one in files))
     made = "Made by `fedbicross bench run primum`; raw results in `results/bench/cells/primum`."
-    return f"{networks}; {machines}. {made}" if files else f"No cells are stored. {made}"
+    return f"{networks}; {_machines(found)}. {made}" if found else f"No cells are stored. {made}"

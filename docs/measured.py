@@ -339,66 +339,6 @@ def stages(run: str, page: Path, root: Path) -> str:
     return f"{table(('method', *shown, 'all, s'), rows, 'lrrrr')}\n\nFrom {source}."
 
 
-def primum_means(_: str, page: Path, root: Path) -> str:
-    """Means over seeds of primum's cells."""
-    return primum_cells("", page, root).split("\n\n")[1]
-
-
-def primum_cells(_: str, page: Path, root: Path) -> str:
-    """Cells of `python -m benchmarks.primum`, with the gate by `python -m benchmarks.gates`; means over seeds below."""
-    folder = root / "results" / "primum"
-    gates = {entry["cell"]: entry for entry in json.loads((folder / "gates.json").read_text(encoding="utf-8"))["cells"]}
-    columns = (
-        ("the better alone", "matched"),
-        ("local_only:both", "matched"),
-        ("primum", "matched"),
-        ("the better alone", "global"),
-        ("ensemble:consensus", "global"),
-        ("primum:student", "global"),
-        ("primum", "global"),
-        ("primum", "label_set"),
-    )
-    rows: list[Row] = []
-    means: dict[tuple[str, str], list[list[float]]] = {}
-    for file in sorted(folder.glob("*-*-*-*.json")):
-        found, gate = json.loads(file.read_text(encoding="utf-8")), gates[file.stem]
-        made = {row["method"]: row for row in found["rows"]}
-        accuracy = {method: row["accuracy"] for method, row in made.items()} | gate["accuracy"]
-        accuracy["the better alone"] = accuracy[gate["alone"]]
-        shown = [100 * accuracy[method][protocol] for method, protocol in columns]
-        own, ours = (
-            [client["accuracy"]["matched"] for client in made[method]["clients"]]
-            for method in ("local_only:both", "primum")
-        )
-        patients = [100 * made[method]["accuracy_weighted"]["matched"] for method in ("local_only:both", "primum")]
-        lower = sum(after is not None and after < before for before, after in zip(own, ours, strict=True))
-        than_better = [client for client in gate["clients"] if client["lost"] > client["won"]]
-        harmed = sum(client["interval"][1] < 0 for client in than_better)
-        data, partition, clients, seed = file.stem.split("-")
-        settings = made["primum"]["settings"]
-        length = f"{settings['pool']} × {settings['steps']}, {settings['steps_distil']}"
-        numbers = [*shown[:3], *patients, *shown[3:]]
-        group = means.setdefault((f"{data}, {partition}, N = {clients}", length), [])
-        group.append([*numbers, lower, harmed, int(clients)])
-        name = f"[{data}, {partition}]({link(file, page)})"
-        counts = f"{lower} / {len(than_better)} / {harmed}"
-        rows.append((name, clients, seed, length, *(f"{value:.1f}" for value in numbers), counts))
-    shares = [f"{method}, {protocol.replace('_', '-')} %" for method, protocol in columns]
-    by_size = [f"{method}, weighted by images %" for method in ("local_only:both", "primum")]
-    shares = [*shares[:3], *by_size, *shares[3:]]
-    titles = ("data, α", "N", "seed", "images, student", *shares, "lower / than the better / harmed")
-    mean = []
-    for (name, length), group in means.items():
-        *averages, lower, harmed, clients = (list(one) for one in zip(*group, strict=True))
-        counts = f"{sum(lower)} / {sum(harmed)} of {sum(clients)}"
-        mean.append((name, length, len(group), *(f"{np.mean(one):.1f}" for one in averages), counts))
-    short = ("mean of", "images, student", "seeds", *shares, "lower / harmed")
-    versions = found["versions"]
-    made_by = f"ResNet-18, {versions['device']}, torch {versions['torch']}."
-    first = table(titles, rows, "l" + "r" * (len(titles) - 1))
-    return f"{first}\n\n{table(short, mean, 'l' + 'r' * (len(short) - 1))}\n\n{made_by}"
-
-
 def primum_levels(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.gates`: what the level of the mixture's test lets in, and what that wins and loses."""
     file, stored = read_stored(root, "primum/gates.json")

@@ -40,9 +40,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/deptry src
 
-# Two workers, each with one thread. A file is never split: its fixtures serve all of it.
+# Two workers, each with one thread. A file is never split: its fixtures serve all of it. With Python's caches, even
+# where they are off: without them each worker rewrites all tests again, and each process of a test compiles the package.
 WORKERS ?= 2
-PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: lint
 	$(PYTEST)

@@ -55,6 +55,7 @@ def test_every_setting_is_a_named_and_typed_argument() -> None:
         fedbicross.run(clinets=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_dir_and_help_show_the_whole_interface() -> None:
     names = dir(fedbicross)
     assert {"run", "resume", "Results", "METHODS", "Method", "Client", "Dataset", "load_model", "__version__"} <= set(

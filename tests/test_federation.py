@@ -111,6 +111,7 @@ def test_refusals() -> None:
         create("centralised").upload(client, tiny_context())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*METHODS])
 @pytest.mark.parametrize("kind", ["one client", "one image, one class and strange names"])
 def test_odd_federations_give_finite_answers(name: str, kind: str) -> None:
@@ -194,6 +195,7 @@ def test_a_deleted_reply_is_made_again(fusions: list[str]) -> None:
     assert len(other) == 2 and fusions[2:] == ["seed-0/primum-student"], "nothing whole to copy"
 
 
+@pytest.mark.slow
 def test_killed_while_it_copies_a_fusion_it_ends_with_the_same_files(fusions: list[str]) -> None:
     clients = tiny_clients(2)
 

@@ -64,6 +64,7 @@ def fed() -> poison.Federation:
     return poison.federation(TINY, STORE)
 
 
+@pytest.mark.slow
 def test_what_an_attack_does_and_what_the_defence_makes_of_it(fed: poison.Federation) -> None:
     """A network that says one class costs all but that class, and behind the defence what its absence costs."""
     fusions = poison.Fusions(fed)
@@ -76,6 +77,7 @@ def test_what_an_attack_does_and_what_the_defence_makes_of_it(fed: poison.Federa
     assert found[3] == ((fed.test_labels == poison.TARGET).mean(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", poison.BEHIND_A_GATE)
 def test_personal_models_are_measured_on_each_honest_sites_own_images(
     spec: str, fed: poison.Federation, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +103,7 @@ def test_personal_models_are_measured_on_each_honest_sites_own_images(
             assert site["let_in"] == bool((said[0] != said[1]).any())
 
 
+@pytest.mark.slow
 def test_members_that_attack_are_counted_apart_from_honest_ones() -> None:
     rows = poison.hostile("tiny", TINY, (1, 2), STORE)
     found = {row["hostile"]: row["fedavg"] for row in rows if row["attack"] == "logits x100"}

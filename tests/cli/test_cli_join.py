@@ -202,6 +202,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: str, seen: list[str]) -> 
     monkeypatch.setattr(local_page, "ask", person)
 
 
+@pytest.mark.slow
 def test_a_page_is_asked_before_a_file_leaves_and_before_a_reply_is_used(
     sites: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_finds_nothing_in_a_network_that_never_saw_the_images(stranger: Findings
     assert len(stranger.memorised) < 0.1 * len(people()["site"].labels)
 
 
+@pytest.mark.slow
 def test_the_two_groups_differ_in_nothing_but_membership(by_heart: Findings) -> None:
     area = by_heart.public["membership"]["difference_without_membership"]
     assert area["low"] < 0.6

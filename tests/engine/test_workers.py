@@ -306,6 +306,7 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         workers.begin(1)
 
 
+@pytest.mark.slow
 def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sites = make_sites()
     uploads = upload_all(sites, tmp_path / "sites")

@@ -266,6 +266,7 @@ def test_one_image_one_class_and_a_site_without_training_images(odd_run: OddRun,
     assert timeless(again.json()) == timeless({"rows": [row for row in found["rows"] if row["method"] in chosen]})
 
 
+@pytest.mark.slow
 def test_a_client_without_images_takes_no_part(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     assert call("run", config, "--methods", "majority", "--out", tmp_path / "full").code == 0

@@ -137,6 +137,7 @@ def test_clients_of_different_architectures_are_refused_before_any_work(spec: st
 
 
 # Variants differ in nothing that depends on an architecture.
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [name for name in METHODS if name not in NEED_ONE])
 def test_clients_of_different_architectures_take_part(spec: str, shared: Context) -> None:
     clients, method = tiny_clients(3), create(spec, SHORTEST)

@@ -55,6 +55,7 @@ PARTS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @each
 def test_every_part_of_the_algorithm_matters(name: str, uploads: list[Upload]) -> None:
     def head(**settings: Any) -> torch.Tensor:

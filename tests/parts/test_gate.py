@@ -145,6 +145,7 @@ def slow_referred(answers: np.ndarray, shared: np.ndarray, referred: list[float]
     return out, rows
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("loss", ["balanced", "cross_entropy", "both"])
@@ -173,6 +174,7 @@ def test_the_model_answers_by_the_chosen_mixture(
         torch.testing.assert_close(scores.exp(), answers, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("loss", ["balanced", "cross_entropy", "both"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -201,6 +203,7 @@ def test_images_beyond_the_threshold_are_answered_by_the_shared_model(
     torch.testing.assert_close(shown.exp(), torch.from_numpy(shared.probabilities(client.images)), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("loss", ["balanced", "both"])
 @pytest.mark.parametrize("case", ["a class missing", "one class", "no validation images"])

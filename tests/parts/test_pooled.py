@@ -71,6 +71,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, share: float, referred: list[float]
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("referral", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("spec", SPECS)

@@ -37,6 +37,7 @@ def made(spec: str, ctx: Context, client: Client | None = None) -> Upload:
 # --- DP-SGD -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fedavg", "fedavg:uniform", "ensemble", "ensemble:class_weighted"])
 def test_a_private_network_says_what_it_cost(spec: str) -> None:
     pytest.importorskip("opacus")
@@ -66,6 +67,7 @@ def test_numbers_of_images_leave_with_noise() -> None:
     assert alone.num_samples is not None and alone.num_samples >= 1
 
 
+@pytest.mark.slow
 def test_training_is_repeated_and_goes_on_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opacus")
     monkeypatch.setattr("fedbicross.engine.train.SECONDS_BETWEEN_CHECKPOINTS", -1.0)
@@ -94,6 +96,7 @@ def test_only_one_whole_training_is_accounted_for() -> None:
         assert error.value.code == "not_private"
 
 
+@pytest.mark.slow
 def test_a_network_learns_in_spite_of_the_noise() -> None:
     pytest.importorskip("opacus")
     clients = tiny_clients(1, per_client=400)
@@ -106,6 +109,7 @@ def test_a_network_learns_in_spite_of_the_noise() -> None:
     assert (answers.argmax(1) == clients[0].labels).mean() > 0.6
 
 
+@pytest.mark.slow
 def test_settings_for_the_noise_leave_alone_what_stays_at_home() -> None:
     pytest.importorskip("opacus")
     client, other = tiny_clients(1)[0], {"epochs": 3, "batch_size": 6, "lr": 0.3}
@@ -174,6 +178,7 @@ def many(count: int = 3000) -> Client:
     return Client("many", whole.images, whole.labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fedcgs", "fedpft", "analytic"])
 def test_methods_on_features_learn_behind_noise(spec: str) -> None:
     table = {
@@ -186,6 +191,7 @@ def test_methods_on_features_learn_behind_noise(spec: str) -> None:
     assert (answers.argmax(1) == client.labels).mean() > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["diag", "spherical"])
 def test_fedpft_sends_one_gaussian_from_noisy_sums(covariance: str) -> None:
     ctx, client = tiny_context(size=8), many()

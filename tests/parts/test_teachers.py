@@ -99,6 +99,7 @@ def lacking(seed: int) -> Client:
     return replace(client, labels=np.where(client.labels == seed, 2, client.labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{}, {"init": "independent"}, {"init_scheme": "he"}, {"lr": 1e-3, "epochs": 1}])
 @pytest.mark.parametrize("model", ["resnet8", "vgg8"])
 def test_class_counts_are_read_off_the_networks(model: str, training: dict[str, Any]) -> None:

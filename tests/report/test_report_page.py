@@ -125,6 +125,7 @@ def test_same_bytes_in_another_process(make_results, tmp_path):
     assert run.stdout.decode() == render(json.loads((tmp_path / "r.json").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", XSS)
 def test_user_strings_are_shown_not_run(make_results, attack):
     results = hostile(make_results(clients=2, epochs=3), attack)
@@ -186,6 +187,7 @@ def test_odd_numbers_are_shown_as_not_available(make_results):
     assert "n/a" in text and not re.search(r"\b(nan|inf|None|null)\b", text.split("Configuration")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["dataset", "clients", "rows", "training", "warnings", "config", "versions"])
 @pytest.mark.parametrize("value", ["missing", None, [], {}, "text", 3, [None, 1]])
 def test_missing_and_misshapen_parts_leave_a_page(make_results, part, value):
@@ -302,6 +304,7 @@ def test_scores_by_patient(make_results):
     assert "matched, by patient" in text and "12.3" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", [None, 3, "x", [], [1], {"tp": "x"}, {"tp": [1], "fp": [2]}, {"roc": [[1], None, "x"]}]
 )

@@ -34,6 +34,7 @@ def test_each_client_takes_the_class_mix_of_the_test_images_dealt_to_it() -> Non
     assert found["client-2"] is models["client-2"]
 
 
+@pytest.mark.slow
 def test_each_network_of_a_run_is_asked_once_about_the_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
     about = []
     real = predict.member_logits

@@ -51,9 +51,9 @@ def test_no_temperature_on_a_fine_grid_is_less_surprised(prior: list[float]) -> 
     labels = (rows + torch.tensor(prior).log() + noise(40, 4, seed=4)).argmax(1)  # right more often than not
     tau = fit_temperature(rows, labels, torch.tensor(prior).log())
     assert 1 / SHARPEST + 0.05 < tau < SHARPEST - 0.05, "inside the bounds, so that there is something to find"
-    values = {t: slow_surprise(rows.exp().tolist(), labels.tolist(), prior, t) for t in torch.linspace(0.5, 2, 1501)}
+    values = {t: slow_surprise(rows.exp().tolist(), labels.tolist(), prior, t) for t in torch.linspace(0.5, 2, 301)}
     best = min(values, key=lambda t: values[t])
-    assert abs(tau - float(best)) < 0.002
+    assert abs(tau - float(best)) < 0.01
     assert slow_surprise(rows.exp().tolist(), labels.tolist(), prior, tau) <= min(values.values()) + 1e-9
 
 

@@ -348,6 +348,7 @@ def test_the_names_of_sites_travel_with_the_run(ready: Ready, monkeypatch: pytes
     assert seen == [RunOptions(hold_on_notes=True, trust=file_name("north"))]
 
 
+@pytest.mark.slow
 def test_what_answers_took_in_the_database_is_given_back(tmp_path: Path) -> None:
     """Flower deletes an answer once it is read, and keeps the file as large as it was."""
     home = tmp_path / "flower-home"

@@ -298,6 +298,7 @@ def test_of_too_many_connections_the_oldest_that_asks_nothing_gives_way(at_work:
     asyncio.run(go())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_half_bodies_take_no_more_memory_than_there_is_for_them(opened: Open) -> None:
     before = memory_of(opened.process.pid)  # type: ignore[attr-defined]

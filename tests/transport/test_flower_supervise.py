@@ -78,6 +78,7 @@ def test_a_gate_that_is_killed_comes_back_and_all_end_together(tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_a_superlink_that_ends_by_itself_is_an_error_and_the_gate_goes_too(tmp_path: Path) -> None:
     with refuses(RunError, "superlink", "ended with 7"):
         supervise.stay(process(tmp_path, "link", 2.0, 7), {"the gate": process(tmp_path, "gate")}, lambda line: None)

@@ -124,6 +124,14 @@ def test_any_colour_makes_all_colour(tmp_path):
     assert images[0, 0, 0].tolist() == [50, 50, 50] and images[1, 0, 0].tolist() == [200, 0, 0]
 
 
+def test_greys_saved_in_colour_are_grey(tmp_path):
+    grey, saved = picture(tmp_path / "g.png", 50), picture(tmp_path / "s.png", (60, 60, 60), mode="RGB")
+    assert read_images([grey, saved], 8)[:, 0, 0].tolist() == [[50], [60]]
+    assert read_images([saved], 8).flags.owndata, "no third of a larger array"
+    hardly = picture(tmp_path / "h.png", (60, 60, 61), mode="RGB")
+    assert read_images([saved, hardly], 8)[:, 0, 0].tolist() == [[60, 60, 60], [60, 60, 61]]
+
+
 def test_alpha_lies_on_black(tmp_path):
     half = picture(tmp_path / "a.png", (200, 100, 0, 128), mode="RGBA")
     assert np.abs(one(half)[0, 0].astype(int) - [100, 50, 0]).max() <= 1
@@ -136,11 +144,11 @@ def test_palette_becomes_rgb_with_transparency_on_black(tmp_path):
     image.save(tmp_path / "p.png")
     assert one(tmp_path / "p.png")[0, 0].tolist() == [10, 200, 30]
     image.save(tmp_path / "t.png", transparency=1)
-    assert one(tmp_path / "t.png")[0, 0].tolist() == [0, 0, 0]
+    assert one(tmp_path / "t.png")[0, 0].tolist() == [0]
 
 
 def test_cmyk_and_bilevel(tmp_path):
-    assert one(picture(tmp_path / "c.jpg", (0, 0, 0, 0), mode="CMYK")).shape == (8, 8, 3)
+    assert one(picture(tmp_path / "c.jpg", (0, 90, 90, 0), mode="CMYK")).shape == (8, 8, 3)
     assert one(picture(tmp_path / "b.png", 1, mode="1"))[0, 0].tolist() == [255]
 
 

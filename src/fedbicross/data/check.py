@@ -371,7 +371,7 @@ def _describe(path: Path, seen: Sequence[tuple[Entry, Header, bytes | None]], ou
             Finding("long_images", "warning", message, "only the centre square is used: crop them first")
         )
     if len({header.grey for header in headers}) == 2:
-        message = "some images are grey and some in colour; all are read as colour"
+        message = "some files are grey and some in colour"
         out.findings.append(Finding("mixed_colour", "warning", message, "does colour give the class away?"))
     tagged = sum(header.kind == "dicom" for header in headers)
     nameless = sum(header.kind == "dicom" and header.patient is None for header in headers)

@@ -175,4 +175,9 @@ def read_images(
             problems.append(_problem(path, error))
     if problems:
         refuse(places[0][0].parent, problems)
-    return images
+    return images[..., :1].copy() if not grey and all(map(_without_colour, images)) else images
+
+
+def _without_colour(image: Images) -> bool:
+    """Whether a picture that was saved in colour shows greys only."""
+    return bool((image == image[..., :1]).all())

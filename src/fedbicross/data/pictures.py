@@ -3,7 +3,8 @@
 * png, jpg, bmp and tif; the first frame or page; EXIF rotation applied; at most 64 million pixels, checked before
   decoding; DICOM and NIfTI by the rules of ``data.dicom`` and ``data.nifti``;
 * transparency is laid on black; palettes, CMYK and the like become RGB; 16-bit grey becomes v / 257;
-* if every image is grey the dataset has 1 channel, if any has colour all have 3;
+* if every image is grey the dataset has 1 channel, if any has colour all have 3; greys saved as colour, as X-rays often
+  are, count as grey (three equal channels would let a synthesis paint images in colours that no network ever saw);
 * resized with antialiasing until the shorter side is ``image_size``, then the centre square is kept.
 """
 

@@ -185,6 +185,16 @@ def test_sizes_modes_kinds_and_shapes(tmp_path):
     assert found.patients == {"train": 63, "test": 24, "both": 0}, "an image without a patient is one of its own"
 
 
+def test_greys_saved_in_colour_are_told(tmp_path):
+    for number in range(80):
+        name = tmp_path / ("train" if number < 40 else "test") / f"class-{number % 2}" / f"{number}.png"
+        name.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(noise(name, number)).convert("L").convert("RGB").save(name)
+    assert [f.code for f in doctor.check(tmp_path).findings] == ["grey_as_colour"]
+    noise(name, 1000, mode="RGB")
+    assert doctor.check(tmp_path).findings == []
+
+
 def test_dicom_without_patients(tmp_path):
     rng = np.random.default_rng(0)
     for number in range(100):

@@ -22,7 +22,7 @@ from fedbicross.data.folder import PATIENTS, choose_test, columns, look_at, scan
 from fedbicross.data.layout import Entry, Found, Problem, folders_in_every_class
 from fedbicross.data.load import load_dataset
 from fedbicross.data.medmnist import load_npz
-from fedbicross.data.pictures import Header, Reader, convert, eight_bit
+from fedbicross.data.pictures import Header, Reader, convert, eight_bit, has_colour
 from fedbicross.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
@@ -318,11 +318,12 @@ def _decode_all(
 ) -> list[tuple[Entry, Header, bytes | None]]:
     reader, grey = Reader(), all(header.grey for header in headers)
     update = progress.start("looking at images", len(headers))
-    seen = []
+    seen, colour = [], False
     for done, (entry, header) in enumerate(zip(found.entries, headers, strict=True), start=1):
         try:
             with reader.decoded(entry.path, entry.slice) as image:
-                key = digest(_pixels(image, entry.path))
+                pixels = _pixels(image, entry.path)
+                key, colour = digest(pixels), colour or has_colour(pixels)
                 examples = out.examples.setdefault(entry.label, [])
                 if len(examples) < EXAMPLES:
                     examples.append(convert(image, THUMBNAIL, grey, entry.path))
@@ -330,6 +331,9 @@ def _decode_all(
         except DataError as error:
             found.problems.append(Problem(str(entry), error.code, str(error.args[0])))
         update(done, "")
+    if seen and not colour and not grey:
+        message = "files are saved in colour, but show greys only: they are read as grey"
+        out.findings.append(Finding("grey_as_colour", "warning", message, "sites should agree on `--channels 1`"))
     return seen
 
 

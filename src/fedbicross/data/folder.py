@@ -19,7 +19,7 @@ from fedbicross.data.files import KNOWN
 from fedbicross.data.layout import Entry, Found, Problem, folders_in_every_class, scan_folder
 from fedbicross.data.manifest import scan_manifest
 from fedbicross.data.patient_groups import split_off_test
-from fedbicross.data.pictures import MAX_PIXELS, Header, Reader, convert
+from fedbicross.data.pictures import MAX_PIXELS, Header, Reader, convert, has_colour
 from fedbicross.errors import ConfigError, DataError
 
 MAX_BYTES = 8 * 2**30  # of all images once converted
@@ -175,9 +175,4 @@ def read_images(
             problems.append(_problem(path, error))
     if problems:
         refuse(places[0][0].parent, problems)
-    return images[..., :1].copy() if not grey and all(map(_without_colour, images)) else images
-
-
-def _without_colour(image: Images) -> bool:
-    """Whether a picture that was saved in colour shows greys only."""
-    return bool((image == image[..., :1]).all())
+    return images if grey or any(map(has_colour, images)) else images[..., :1].copy()

@@ -134,6 +134,11 @@ def require(kind: str, path: Path) -> None:
         raise DataError(f"needs_{kind}", f"{path} needs the package {package}: pip install 'fedbicross[{kind}]'")
 
 
+def has_colour(pixels: Images) -> bool:
+    """Whether a picture shows more than greys, however it was saved."""
+    return bool((pixels != pixels[..., :1]).any())
+
+
 def convert(image: Image, size: int, grey: bool, path: Path) -> Images:
     """Grey or RGB [size, size, channels] by the rule of the module."""
     try:

@@ -485,6 +485,7 @@ MAKERS: dict[str, Callable[[str, Path, Path], str]] = {
     "primum-development": measured.primum_development,
     "primum-levels": measured.primum_levels,
     "primum-means": benched.primum_means,
+    "primum-greys": measured.primum_greys,
     "primum-margins": measured.primum_margins,
     "primum-estimated": measured.primum_estimated,
     "primum-no-counts": measured.primum_no_counts,

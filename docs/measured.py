@@ -339,6 +339,9 @@ def stages(run: str, page: Path, root: Path) -> str:
     return f"{table(('method', *shown, 'all, s'), rows, 'lrrrr')}\n\nFrom {source}."
 
 
+PRIMUM_AND_ITS_TEACHER = ("ensemble:consensus", "primum:student")
+
+
 def primum_levels(_: str, page: Path, root: Path) -> str:
     """`python -m benchmarks.gates`: what the level of the mixture's test lets in, and what that wins and loses."""
     file, stored = read_stored(root, "primum/gates.json")
@@ -403,6 +406,23 @@ def _drawn_cells(found: Mapping[str, Any], file: Path, page: Path) -> str:
         f"Drawn cells, {images:,} training images, {config['model']}, {training['epochs']} epochs, torch "
         f"{found['versions']['torch']}. From [`{file.name}`]({link(file, page)})."
     )
+
+
+def primum_greys(_: str, page: Path, root: Path) -> str:
+    """`python -m benchmarks.greys`: X-rays read as grey and as colour."""
+    file, found = read_stored(root, "primum/greys.json")
+    rows = [
+        (
+            "colour" if row["channels"] == 3 else "grey",
+            row["seed"],
+            *(f"{100 * row[spec][key]:.1f}" for key in ("accuracy", "balanced") for spec in PRIMUM_AND_ITS_TEACHER),
+        )
+        for row in sorted(found["rows"], key=lambda row: (row["channels"], row["seed"]))
+    ]
+    names = [f"{spec}, {key} %" for key in ("accuracy", "balanced") for spec in ("teacher", "student")]
+    made = f"Chest X-rays at {found['rows'][0]['pixels']} px, α = 0.1, N = 5, resnet8, {found['epochs']} epochs"
+    source = f"torch {found['versions']['torch']}. From [`greys.json`]({link(file, page)})."
+    return f"{table(('read as', 'seed', *names), rows, 'lrrrrr')}\n\n{made}, {source}"
 
 
 def primum_margins(_: str, page: Path, root: Path) -> str:

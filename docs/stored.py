@@ -98,6 +98,7 @@ SPECIAL = {  # (what, made by) of every stored file that is no case of configs/ 
         "`python -m benchmarks.primum CELLS --data-dir DIR --logits LOGITS`, then `python -m benchmarks.gates LOGITS`",
     ),
     "primum/no-counts.json": ("primum's teacher without class counts", "`python -m benchmarks.no_counts`"),
+    "primum/greys.json": ("chest X-rays read as grey and as colour", "`python -m benchmarks.greys --data-dir DIR`"),
     "primum/one-class.json": ("hospitals with one class and made-up outliers", "`python -m benchmarks.one_class`"),
     "primum/development.json": (
         "what primum's settings were chosen by",

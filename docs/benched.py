@@ -192,6 +192,8 @@ def primum_cells(_: str, page: Path, root: Path) -> str:
         name = f"[{one.title}, {one.skew}]({link(one.file, page)})"
         numbers = (f"{value:.1f}" for value in one.numbers(PRIMUM_IN_FULL))
         lines.append((name, one.clients, one.seed, one.length, *numbers, " / ".join(map(str, one.counts()))))
+    if not found:
+        return "No cells are stored. Made by `fedbicross bench run primum`."
     titles = ("data", "N", "seed", "images, student", *PRIMUM_IN_FULL, "lower / than the better / harmed")
     machines = "; ".join(dict.fromkeys(one.machine for one in found))
     return f"{table(titles, lines, 'l' + 'r' * (len(titles) - 1))}\n\nResNet-18, {machines}."
